@@ -1,0 +1,88 @@
+"""Every error fxmem raises on purpose. All derive from :class:`FxMemError` and from the fitting builtin."""
+
+from __future__ import annotations
+
+
+class FxMemError(Exception):
+    """Base of all errors of fxmem."""
+
+
+class InputError(FxMemError, ValueError):
+    """An argument of a public function cannot be used; the message says what to pass."""
+
+
+class BudgetError(InputError):
+    """The budget is not a usable number of bytes."""
+
+
+class InfeasibleBudgetError(FxMemError, ValueError):
+    """No plan fits the budget.
+
+    ``budget_bytes``: what was asked. ``least_bytes``: the least peak any plan reached. ``breakdown``: (kind, bytes)
+    pairs that sum to ``least_bytes``. ``place``: node, module path and source line of that peak.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        least_bytes: int,
+        breakdown: tuple[tuple[str, int], ...] = (),
+        place: str = "",
+        remedy: str = "",
+    ) -> None:
+        self.budget_bytes, self.least_bytes = budget_bytes, least_bytes
+        self.breakdown, self.place = breakdown, place
+        parts = ", ".join(f"{kind} {nbytes / 1e9:.3f}" for kind, nbytes in breakdown if nbytes)
+        message = f"Budget {budget_bytes / 1e9:.3f} GB is below the least reachable peak {least_bytes / 1e9:.3f} GB"
+        if place:
+            message += f" (at {place})"
+        if parts:
+            message += f": even recomputing everything, that step holds {parts}"
+        message += f". Raise the budget to {ceil_gb(least_bytes):.3f} GB or more, or train on a smaller micro-batch."
+        super().__init__(message + (f" {remedy}" if remedy else ""))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.budget_bytes, self.least_bytes, self.breakdown, self.place))
+
+
+def ceil_gb(nbytes: int) -> float:
+    """Return ``nbytes`` in GB (10^9 bytes), rounded up to the third decimal, so that the figure is enough."""
+    return -(-nbytes // 10**6) / 1000
+
+
+class CaptureError(FxMemError, RuntimeError):
+    """The model's graph could not be captured faithfully."""
+
+
+class ProfileError(FxMemError, RuntimeError):
+    """The captured graph could not be run on fake tensors."""
+
+
+class PlanMismatchError(FxMemError, RuntimeError):
+    """At run time a tensor is not what was planned for; going on could give wrong gradients."""
+
+
+class SavedTensorModifiedError(FxMemError, RuntimeError):
+    """A tensor needed for backward was modified in place after it was saved, as autograd itself would report."""
+
+
+class NotPlannedError(FxMemError, RuntimeError):
+    """The optimized module has not seen a training-mode call yet, so it has no plan."""
+
+
+class VerificationError(FxMemError, RuntimeError):
+    """The emitted module, run on fake tensors, does not keep what the plan promises."""
+
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "FxMemError",
+    "InfeasibleBudgetError",
+    "InputError",
+    "NotPlannedError",
+    "PlanMismatchError",
+    "ProfileError",
+    "SavedTensorModifiedError",
+    "VerificationError",
+]

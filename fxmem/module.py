@@ -1,0 +1,304 @@
+"""The public face: :func:`optimize` and the module it returns.
+
+The wrapper shares the original's parameters, buffers and submodules, so it is the same model under another forward:
+training-mode calls with grad enabled run an emitted graph, all others the original.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fxmem.capture import Inputs
+from fxmem.errors import BudgetError, InputError, NotPlannedError
+from fxmem.pipeline import Compiled, Settings, compile_model
+from fxmem.planners import PLANNERS
+from fxmem.replay import Autocast
+from fxmem.report import Report
+from fxmem.step import OptimizerLike, check_optimizer
+from fxmem.timing import PRESETS
+from fxmem.types import Plan
+
+
+def optimize(
+    model: torch.nn.Module,
+    example_args: Any = None,
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    budget_gb: float | None = None,
+    budget: int | str | None = None,
+    optimizer: OptimizerLike = "adamw",
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+    planner: str = "auto",
+    plan_seconds: float = 30.0,
+    cost: str = "auto",
+) -> OptimizedModule:
+    """Return ``model`` as a module that trains inside a memory budget, with bitwise the same numbers.
+
+    ``model``: an ``nn.Module`` or ``fx.GraphModule``; its parameters are shared, not copied. ``example_args`` (a tensor
+    or a tuple) and ``example_kwargs``: one call's arguments to plan for now; without them the first training-mode call
+    is planned for. The bound is on the peak of the whole training step: ``budget_gb`` in 10^9 bytes, or ``budget`` in
+    bytes or as text (``"24GiB"``); with neither, what the model's CUDA device has free, on CPU no bound. ``optimizer``
+    (instance, class, name or None) says what state and step to count. ``loss_fn(output)`` returns the scalar loss;
+    default: ``output.loss``, else the sum of the floating outputs. ``autocast``: the dtype of the autocast region the
+    training calls run in, where an example is given; a call inside a region is always planned for that region.
+    ``planner``: a name in ``fxmem.planners.PLANNERS``; it searches for at most about ``plan_seconds``. ``cost``: name of
+    a hardware preset for the estimate of op times, or ``"auto"`` for the model's device.
+
+    Errors: ``InputError`` (a ``ValueError``) for arguments that cannot be used, ``InfeasibleBudgetError`` when no plan
+    fits, ``CaptureError`` when the model cannot be captured faithfully; all before anything big is allocated.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, OptimizedModule):
+        raise InputError("the model is already optimized; pass model.original with the new budget")
+    _check_trainable(model)
+    check_optimizer(optimizer)
+    settings = Settings(
+        budget_bytes=parse_budget(budget_gb, budget, model),
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        planner=_known("planner", planner, PLANNERS),
+        plan_seconds=_positive("plan_seconds", plan_seconds),
+        hardware=None if cost == "auto" else PRESETS[_known("cost", cost, PRESETS)],
+    )
+    optimized = OptimizedModule(model, settings)
+    if example_args is not None or example_kwargs is not None:
+        args = _as_args(example_args)
+        _check_example(model, args, example_kwargs or {})
+        region = None if autocast is None else Autocast(_device_type(model), autocast)
+        optimized.compile_for(Inputs.of(args, example_kwargs or {}), region)
+    return optimized
+
+
+class OptimizedModule(torch.nn.Module):
+    """A model that trains under a plan. It has the original's parameters, buffers, submodules and state_dict keys."""
+
+    _OWN = frozenset({"original", "_settings", "_compiled", "_latest", "training"})
+
+    def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
+        super().__init__()
+        own = self.__dict__
+        own["original"] = original
+        own["_settings"] = settings
+        own["_compiled"] = {}
+        own["_latest"] = None
+        self._share()
+        own["training"] = original.training
+
+    def _share(self) -> None:
+        """Make the original's registries this module's own, so that every nn.Module method acts on both."""
+        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[registry] = self.original.__dict__[registry]
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def compile_for(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        """Return what is compiled for the signature of ``inputs``, compiling it on first sight."""
+        key = _signature(self.original, inputs, autocast)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = compile_model(self.original, inputs, self._settings, autocast)
+        self.__dict__["_latest"] = compiled
+        return cast(Compiled, compiled)
+
+    def _planned(self) -> Compiled:
+        latest = self.__dict__.get("_latest")
+        if latest is None:
+            raise NotPlannedError(
+                "this module has no plan yet: pass example_args to fxmem.optimize, or call it once in training mode"
+            )
+        return cast(Compiled, latest)
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The emitted GraphModule of the signature used last: leaf inputs to a tuple of leaf outputs."""
+        return self._planned().graph_module
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the signature used last."""
+        return self._planned().plan
+
+    @property
+    def report(self) -> Report:
+        """The report of the signature used last; ``str()`` of it is a table."""
+        return self._planned().report
+
+    # -- being the model ----------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return self.original(*args, **kwargs)
+        inputs = Inputs.of(args, kwargs)
+        compiled = self.compile_for(inputs, _ambient_autocast(_device_type(self.original)))
+        return compiled.captured.unflatten(compiled.graph_module(*inputs.leaves))
+
+    def train(self, mode: bool = True) -> OptimizedModule:
+        self.original.train(mode)
+        self.__dict__["training"] = self.original.training
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> OptimizedModule:
+        self.original._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        original = self.__dict__.get("original")
+        if original is None:
+            raise AttributeError(name)
+        return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN or name in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.original, name)
+
+    def extra_repr(self) -> str:
+        budget = self._settings.budget_bytes
+        return "no budget" if budget is None else f"budget {budget / 1e9:.3f} GB"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Plans are not copied or pickled; a copy plans again on its first training call."""
+        return {"original": self.original, "_settings": self._settings, "own": self._hooks()}
+
+    def _hooks(self) -> dict[str, Any]:
+        return {
+            k: v
+            for k, v in self.__dict__.items()
+            if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        OptimizedModule.__init__(self, state["original"], state["_settings"])
+        self.__dict__.update(state["own"])
+
+
+# -- signatures ----------------------------------------------------------------------------------------------------------
+
+
+def _signature(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> tuple[Any, ...]:
+    """What a plan depends on. Tensors of the model count by identity: a replaced parameter is another model."""
+    state = tuple((id(t), t.requires_grad, t.dtype, t.device, t.shape) for t in (*model.parameters(), *model.buffers()))
+    return (
+        inputs.spec,
+        tuple(_leaf_signature(leaf) for leaf in inputs.leaves),
+        state,
+        tuple(module.training for module in model.modules()),
+        autocast,
+    )
+
+
+def _leaf_signature(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+    try:
+        hash(leaf)
+    except TypeError:
+        return repr(leaf)
+    return (type(leaf), leaf)
+
+
+def _ambient_autocast(device_type: str) -> Autocast | None:
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return Autocast(device_type, torch.get_autocast_dtype(device_type))
+
+
+def _device_type(model: torch.nn.Module) -> str:
+    return next((p.device.type for p in model.parameters()), "cpu")
+
+
+# -- checks of what the user passed --------------------------------------------------------------------------------------
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{infix}b": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
+}
+
+
+def parse_budget(budget_gb: float | None, budget: int | str | None, model: torch.nn.Module) -> int | None:
+    """Return the budget in bytes, or None for no bound. Errors: ``BudgetError``."""
+    if budget_gb is not None and budget is not None:
+        raise BudgetError("pass budget_gb or budget, not both")
+    if budget_gb is not None:
+        if isinstance(budget_gb, bool) or not isinstance(budget_gb, int | float):
+            raise BudgetError(f"budget_gb must be a number of GB (10^9 bytes), not {budget_gb!r}")
+        if not math.isfinite(budget_gb) or budget_gb <= 0:
+            raise BudgetError(f"budget_gb must be above 0 and finite, not {budget_gb!r}; leave it out for no bound")
+        return int(budget_gb * 1e9)
+    if budget is not None:
+        return _budget_bytes(budget)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+    return None
+
+
+def _budget_bytes(budget: int | str) -> int:
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b?)\s*", budget.lower())
+        if match is None or match[2] not in _UNITS:
+            raise BudgetError(f'budget {budget!r} is not a size; write bytes or, say, "24GiB" or "800MB"')
+        nbytes = int(float(match[1]) * _UNITS[match[2]])
+    elif isinstance(budget, bool) or not isinstance(budget, int):
+        raise BudgetError(f'budget must be an int of bytes or a text like "24GiB", not {budget!r}')
+    else:
+        nbytes = budget
+    if nbytes <= 0:
+        raise BudgetError(f"budget must be above 0 bytes, not {budget!r}; leave it out for no bound")
+    return nbytes
+
+
+def _known(what: str, name: str, known: Any) -> str:
+    if name not in known:
+        raise InputError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
+    return name
+
+
+def _positive(what: str, value: float) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise InputError(f"{what} must be a finite number above 0, not {value!r}")
+    return float(value)
+
+
+def _check_trainable(model: torch.nn.Module) -> None:
+    parameters = list(model.parameters())
+    if not parameters:
+        raise InputError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    if not any(p.requires_grad for p in parameters):
+        raise InputError(
+            f"none of the {len(parameters)} parameters of {type(model).__name__} requires grad: there is no backward "
+            "to plan for; call requires_grad_() on those to train"
+        )
+
+
+def _as_args(example_args: Any) -> tuple[Any, ...]:
+    if example_args is None:
+        return ()
+    return tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
+
+
+def _check_example(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    leaves = Inputs.of(args, kwargs).leaves
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        raise InputError("the example holds no tensor; pass one call's arguments as example_args and example_kwargs")
+    if not model.training:
+        raise InputError("the model is in eval mode; call model.train() first: a plan is for training")

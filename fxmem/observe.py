@@ -1,0 +1,315 @@
+"""Running a captured graph's training step on fakes, node by node, and writing down all that happens.
+
+In: a captured graph, its inputs, loss and optimizer. Out: an :class:`Observation`: per node what it reads, makes, writes
+and saves, and the stream of allocations, frees, unpacks and releases of the whole step. Nothing is concluded from an
+op's name; what an op does is seen from autograd and from dispatch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from fxmem.capture import Captured, Inputs, source_of
+from fxmem.errors import ProfileError
+from fxmem.fake import FakeWorld, ScalarReads
+from fxmem.replay import View
+from fxmem.step import LossFn, OptimizerLike, run_step, warm_fake_optimizer
+from fxmem.track import StorageTracker, tensors_of
+from fxmem.types import Phase, StaticBytes
+
+
+class Event(NamedTuple):
+    """``kind``: alloc, free, unpack, release (``key``: storage serial), begin, end (node index), phase."""
+
+    kind: str
+    key: int
+    nbytes: int = 0
+    phase: Phase | None = None
+
+
+@dataclass
+class NodeObservation:
+    """What one call node did. Storages are named by serial; ``version`` counts the writes seen on a storage."""
+
+    index: int
+    node: fx.Node
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    reads: list[tuple[int, View, int]] = field(default_factory=list)
+    """(leaf place, geometry on a serial, version read)."""
+    outputs: list[tuple[int, View]] = field(default_factory=list)
+    """(output leaf place, geometry on a serial)."""
+    creates: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+    saves: list[int] = field(default_factory=list)
+    lets_go: list[int] = field(default_factory=list)
+    """Storages no value of the forward lies on any longer after this node."""
+    random: bool = False
+    effects: str = ""
+    flops: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass
+class Observation:
+    """One whole step, as seen. ``statics``: serial -> name of the placeholder or get_attr node that provides it."""
+
+    nodes: list[NodeObservation]
+    events: list[Event]
+    statics: dict[int, str]
+    versions: dict[int, int]
+    outputs: frozenset[int]
+    """Storages of the graph's outputs."""
+    static: StaticBytes
+    cached_until: dict[int, int]
+    """Storages that something beside autograd (autocast's cache) keeps alive: serial -> last node index, or num_nodes."""
+    devices: dict[int, torch.device]
+    """By storage serial."""
+    backward_flops: int
+    backward_moved_bytes: int
+
+
+def observe(
+    captured: Captured, inputs: Inputs, world: FakeWorld, loss_fn: LossFn | None, optimizer: OptimizerLike
+) -> Observation:
+    """Run the step on fakes and return what was seen.
+
+    Errors: ``ProfileError`` naming the node that cannot run on fakes.
+    """
+    observer = _Observer(captured, inputs, world)
+    return observer.run(loss_fn, optimizer)
+
+
+class _Saved:
+    """What autograd holds in place of a saved tensor; tells when it lets go."""
+
+    __slots__ = ("observer", "serial", "tensor")
+
+    def __init__(self, observer: _Observer, tensor: torch.Tensor) -> None:
+        self.observer = observer
+        self.serial = observer.tracker.serial(tensor)
+        self.tensor = tensor.detach()
+
+    def __del__(self) -> None:
+        self.observer.events.append(Event("release", self.serial))
+
+
+class _Observer:
+    def __init__(self, captured: Captured, inputs: Inputs, world: FakeWorld) -> None:
+        self.captured, self.inputs, self.world = captured, inputs, world
+        self.graph_module = captured.graph_module
+        self.events: list[Event] = []
+        self.tracker = StorageTracker(self._note_storage, self._note_op)
+        self.nodes: list[NodeObservation] = []
+        self.current: NodeObservation | None = None
+        self.statics: dict[int, str] = {}
+        self.devices: dict[int, torch.device] = {}
+        self.versions: dict[int, int] = {}
+        self.backward_work = [0, 0]
+        self.in_backward = False
+
+    # -- listening ----------------------------------------------------------------------------------------------------
+
+    def _note_storage(self, kind: str, serial: int, nbytes: int) -> None:
+        self.events.append(Event(kind, serial, nbytes))
+
+    def _note_op(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self.current is None and not self.in_backward:
+            return
+        flops, moved_bytes = _work(func, args, kwargs, output)
+        if self.current is not None:
+            self.current.flops += flops
+            self.current.moved_bytes += moved_bytes
+            self.current.random |= torch.Tag.nondeterministic_seeded in func.tags
+            if func.namespace in ("c10d", "_c10d_functional"):
+                self.current.effects = "runs a collective"
+        else:
+            self.backward_work[0] += flops
+            self.backward_work[1] += moved_bytes
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(self, tensor)
+        if self.current is not None:
+            self.current.saves.append(saved.serial)
+        return saved
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        self.events.append(Event("unpack", saved.serial))
+        return saved.tensor
+
+    def _phase(self, phase: Phase) -> None:
+        self.events.append(Event("phase", -1, phase=phase))
+        self.in_backward = phase is Phase.BACKWARD
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, loss_fn: LossFn | None, optimizer: OptimizerLike) -> Observation:
+        fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
+        with self.world.active():
+            pairs = [(p, self.world.fake(p)) for p in self.graph_module.parameters()]
+            fake_optimizer = warm_fake_optimizer(optimizer, pairs)
+            static = self._hold_statics(fakes, fake_optimizer)
+            cached_until: dict[int, int] = {}
+            outputs: list[int] = []
+
+            def forward() -> Any:
+                leaves = self._forward(fakes)
+                outputs.extend(self.tracker.serial(t) for t in leaves if isinstance(t, torch.Tensor))
+                return self.captured.unflatten(leaves)
+
+            with ExitStack() as stack:
+                stack.enter_context(self.tracker)
+                stack.enter_context(ScalarReads())
+                run_step(forward, loss_fn, fake_optimizer, self.captured.autocast, self._phase)
+        return Observation(
+            self.nodes,
+            self.events,
+            self.statics,
+            self.versions,
+            frozenset(outputs),
+            static,
+            cached_until,
+            self.devices,
+            self.backward_work[0],
+            self.backward_work[1],
+        )
+
+    def _hold_statics(self, fakes: list[Any], optimizer: torch.optim.Optimizer | None) -> StaticBytes:
+        hold, fake = self.tracker.hold, self.world.fake
+        return StaticBytes(
+            parameters_bytes=hold(fake(p) for p in self.graph_module.parameters()),
+            buffers_bytes=hold(fake(b) for b in self.graph_module.buffers()),
+            inputs_bytes=hold(t for t in fakes if isinstance(t, torch.Tensor)),
+            optimizer_state_bytes=hold(tensors_of(optimizer)) if optimizer is not None else 0,
+        )
+
+    def _forward(self, fakes: list[Any]) -> tuple[Any, ...]:
+        """Run the graph as its generated code would: a value goes right after the node that uses it last."""
+        last_uses = _last_uses(self.graph_module.graph)
+        env: dict[fx.Node, Any] = {}
+        storages: dict[fx.Node, set[int]] = {}
+        references: Counter[int] = Counter()
+        inputs = iter(fakes)
+        for node in self.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(inputs)
+                self._note_static(node, env[node])
+            elif node.op == "get_attr":
+                env[node] = self._attribute(str(node.target))
+                self._note_static(node, env[node])
+            elif node.op == "output":
+                return tuple(fx.map_arg(node.args[0], lambda n: env[n]))
+            else:
+                with self._noting(node, env):
+                    env[node] = self._call(node, env)
+                    self._note_results(env[node])
+            storages[node] = set(self._storages(env[node]))
+            references.update(storages[node])
+            for dead in last_uses[node]:
+                del env[dead]
+                references.subtract(storages[dead])
+                if self.nodes:
+                    self.nodes[-1].lets_go += sorted(s for s in storages[dead] if references[s] == 0)
+        raise ProfileError("the captured graph has no output")
+
+    def _attribute(self, target: str) -> Any:
+        value: Any = self.graph_module
+        for part in target.split("."):
+            value = getattr(value, part)
+        return self.world.fake(value) if isinstance(value, torch.Tensor) else value
+
+    def _note_static(self, node: fx.Node, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            serial = self.tracker.serial(value)
+            self.statics.setdefault(serial, node.name)
+
+    def _storages(self, value: Any) -> Iterator[int]:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield self.tracker.serial(leaf)
+
+    @contextmanager
+    def _noting(self, node: fx.Node, env: dict[fx.Node, Any]) -> Iterator[None]:
+        """Open a record for ``node``; whatever happens meanwhile belongs to it."""
+        leaves, spec = tree_flatten(fx.map_arg((node.args, node.kwargs), lambda n: env[n]))
+        record = NodeObservation(len(self.nodes), node, tuple(leaves), spec)
+        tensors = [(place, t) for place, t in enumerate(leaves) if isinstance(t, torch.Tensor)]
+        for place, tensor in tensors:
+            serial = self.tracker.serial(tensor)
+            record.reads.append((place, View.of(tensor, serial), self.versions.get(serial, 0)))
+            self.devices[serial] = tensor.device
+        before = [tensor._version for _, tensor in tensors]
+        self.nodes.append(record)
+        self.current = record
+        start = len(self.events)
+        self.events.append(Event("begin", record.index))
+        del leaves
+        yield
+        self.events.append(Event("end", record.index))
+        self.current = None
+        for (_, tensor), version in zip(tensors, before, strict=True):
+            serial = self.tracker.serial(tensor)
+            if tensor._version != version and serial not in record.writes:
+                record.writes.append(serial)
+        for serial in record.writes:
+            self.versions[serial] = self.versions.get(serial, 0) + 1
+        freed = {e.key for e in self.events[start:] if e.kind == "free"}
+        record.creates = [e.key for e in self.events[start:] if e.kind == "alloc" and e.key not in freed]
+        record.leaves = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in record.leaves)
+
+    def _call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        if node.op != "call_function":
+            raise ProfileError(f"{node.format_node()}: only call_function nodes can be profiled")
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception as error:
+            raise ProfileError(f"{node.name} ({source_of(node)}) could not run on fake tensors: {error}") from error
+
+    def _note_results(self, output: Any) -> None:
+        assert self.current is not None
+        leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                self.current.outputs.append((place, View.of(leaf, self.tracker.serial(leaf))))
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the nodes whose value is used by it last (a value nobody uses ends at its own node)."""
+    seen: set[fx.Node] = set()
+    result: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        result[node] = []
+        for used in (*node.all_input_nodes, *([] if node.users or node.op == "output" else [node])):
+            if used not in seen:
+                seen.add(used)
+                result[node].append(used)
+    return result
+
+
+def _work(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
+    """Return (FLOPs, bytes moved) of one dispatched op; views do neither."""
+    results = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+    operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    flops = 0
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        flops = int(count(*args, **kwargs, out_val=output))
+    if not func._schema.is_mutable and all(r.untyped_storage()._cdata in _keys(operands) for r in results):
+        return flops, 0
+    return flops, sum(t.numel() * t.element_size() for t in (*results, *operands))
+
+
+def _keys(tensors: list[torch.Tensor]) -> set[int]:
+    return {t.untyped_storage()._cdata for t in tensors}

@@ -1,0 +1,158 @@
+"""The compiler on one page: capture, profile, plan, rewrite, verify.
+
+In: a model, one call's inputs, :class:`Settings`. Out: a :class:`Compiled`: the emitted GraphModule, its plan and report.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxmem.capture import Captured, Inputs, capture
+from fxmem.errors import InfeasibleBudgetError
+from fxmem.planners import PLANNERS, cheapest_within, pareto
+from fxmem.profile import Profiled, profile
+from fxmem.replay import Autocast
+from fxmem.report import Report, build_report
+from fxmem.report.text import place_of_tick
+from fxmem.rewrite import rewrite
+from fxmem.simulate import keep_all, simulate
+from fxmem.step import LossFn, OptimizerLike
+from fxmem.timing import Hardware, hardware_for
+from fxmem.types import FrontierPoint, GraphProfile, Plan, Timeline, Verification
+from fxmem.verify import eager_peak_bytes, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user asked for, checked. ``budget_bytes`` None: as little recomputation as possible, no bound."""
+
+    budget_bytes: int | None
+    optimizer: OptimizerLike
+    loss_fn: LossFn | None
+    planner: str
+    plan_seconds: float
+    hardware: Hardware | None
+    """None: the preset of the model's device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One signature, compiled."""
+
+    graph_module: fx.GraphModule
+    captured: Captured
+    plan: Plan
+    report: Report
+
+
+def compile_model(
+    model: torch.nn.Module, inputs: Inputs, settings: Settings, autocast: Autocast | None = None
+) -> Compiled:
+    """Return ``model`` compiled for the signature of ``inputs``.
+
+    Errors: ``CaptureError``, ``ProfileError``, ``InfeasibleBudgetError``; nothing big is allocated before they show.
+    """
+    start = time.perf_counter()
+    captured = capture(model, inputs, autocast)
+    hardware = settings.hardware or _hardware_of(model)
+    profiled = profile(captured, inputs, hardware.seconds, loss_fn=settings.loss_fn, optimizer=settings.optimizer)
+    points = _frontier(profiled.profile, settings)
+    chosen = _emit_within_budget(profiled, inputs, settings, points)
+    eager_bytes = eager_peak_bytes(model, captured, inputs, settings.loss_fn, settings.optimizer)
+    report = build_report(
+        profiled.profile,
+        chosen.point,
+        chosen.verification,
+        budget_bytes=settings.budget_bytes,
+        eager_peak_bytes=eager_bytes,
+        floor_bytes=points[-1].peak_bytes,
+        peak_step=chosen.timeline.peak_step,
+        plan_seconds=time.perf_counter() - start,
+        notes=_notes(settings),
+    )
+    return Compiled(chosen.graph_module, captured, chosen.point.plan, report)
+
+
+def _frontier(graph_profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
+    """Return the planner's points; keeping everything is always one of them."""
+    plan = keep_all(graph_profile)
+    keep = FrontierPoint(plan, simulate(graph_profile, plan).peak_bytes, 0.0)
+    return pareto((keep, *PLANNERS[settings.planner](graph_profile, seconds=settings.plan_seconds)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Emitted:
+    point: FrontierPoint
+    timeline: Timeline
+    graph_module: fx.GraphModule
+    verification: Verification
+
+
+def _emit_within_budget(
+    profiled: Profiled, inputs: Inputs, settings: Settings, points: tuple[FrontierPoint, ...]
+) -> _Emitted:
+    """Emit the cheapest point whose *verified* peak is within the budget.
+
+    Where a verified peak exceeds the budget though the planned one did not, plan again that much lower.
+    """
+    budget_bytes = settings.budget_bytes
+    limit_bytes = points[0].peak_bytes if budget_bytes is None else budget_bytes
+    while True:
+        point = cheapest_within(points, limit_bytes)
+        if point is None:
+            assert budget_bytes is not None
+            raise _infeasible(profiled.profile, points, budget_bytes)
+        timeline = simulate(profiled.profile, point.plan)
+        graph_module = rewrite(profiled, point.plan)
+        verification = verify(
+            graph_module,
+            profiled.captured,
+            inputs,
+            timeline,
+            loss_fn=settings.loss_fn,
+            optimizer=settings.optimizer,
+        )
+        if budget_bytes is None or verification.verified_bytes <= budget_bytes:
+            return _Emitted(point, timeline, graph_module, verification)
+        limit_bytes = min(point.peak_bytes - 1, budget_bytes - (verification.verified_bytes - point.peak_bytes))
+
+
+def _infeasible(
+    graph_profile: GraphProfile, points: tuple[FrontierPoint, ...], budget_bytes: int
+) -> InfeasibleBudgetError:
+    least = min(points, key=lambda point: point.peak_bytes)
+    timeline = simulate(graph_profile, least.plan)
+    tick, static = graph_profile.ticks[timeline.peak_step], graph_profile.static
+    rest_bytes = max(0, tick.start_bytes - static.total_bytes)
+    breakdown = (
+        ("parameters", static.parameters_bytes),
+        ("buffers", static.buffers_bytes),
+        ("batch", static.inputs_bytes),
+        ("optimizer state", static.optimizer_state_bytes),
+        ("gradients and loss", rest_bytes),
+        ("activations and working set", least.peak_bytes - static.total_bytes - rest_bytes),
+    )
+    return InfeasibleBudgetError(
+        budget_bytes, least.peak_bytes, breakdown, place_of_tick(graph_profile, timeline.peak_step)
+    )
+
+
+def _hardware_of(model: torch.nn.Module) -> Hardware:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
+    return hardware_for(device.type, name)
+
+
+def _notes(settings: Settings) -> tuple[str, ...]:
+    notes = []
+    if settings.optimizer is None:
+        notes.append("no optimizer is counted")
+    elif isinstance(settings.optimizer, str):
+        notes.append(f"optimizer state and step are those of {settings.optimizer} (optimizer= changes that)")
+    if settings.loss_fn is None:
+        notes.append("the loss is output.loss, or the sum of the outputs where there is none (loss_fn= changes that)")
+    return tuple(notes)

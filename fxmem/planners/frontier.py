@@ -1,0 +1,73 @@
+"""Sets of judged plans: what every planner returns and how one is picked.
+
+A frontier is a Pareto set: peaks falling, recompute seconds rising. Picking the cheapest point within a budget from one
+fixed set makes plans monotone in the budget: more bytes never cost more seconds, and no peak exceeds what was asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from fxmem.simulate import Run, Tables, simulate
+from fxmem.types import FrontierPoint, GraphProfile, Plan
+
+
+class Clock:
+    """A deadline: the last resort of planners, whose work is otherwise limited by counts."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left_seconds(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        return self.left_seconds == 0.0
+
+
+def judge(profile: GraphProfile, planner: str, limits: Sequence[int]) -> FrontierPoint:
+    """Return the plan with these retain limits and what the simulator says of it."""
+    plan = Plan(planner, tuple(limits))
+    timeline = simulate(profile, plan)
+    return FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds)
+
+
+def judge_all(
+    profile: GraphProfile, planner: str, candidates: Iterable[tuple[int, ...]], clock: Clock
+) -> tuple[FrontierPoint, ...]:
+    """Return the Pareto set of the candidates judged before the clock is over; the first is always judged."""
+    points: dict[tuple[int, ...], FrontierPoint] = {}
+    for limits in candidates:
+        if limits not in points:
+            points[limits] = judge(profile, planner, limits)
+        if clock.over:
+            break
+    return pareto(points.values())
+
+
+def score(tables: Tables, limits: Sequence[int]) -> tuple[int, float]:
+    """Return peak bytes and recompute seconds of retain limits known to fit: :func:`judge` without the checks."""
+    run = Run(tables, limits)
+    run.advance(tables.ticks)
+    return run.peak_bytes, run.recompute_seconds
+
+
+def pareto(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+    """Return the points that no other beats, peaks falling and seconds rising; of equal ones the first given."""
+    frontier: list[FrontierPoint] = []
+    for point in sorted(points, key=lambda p: (p.recompute_seconds, p.peak_bytes)):
+        if not frontier or point.peak_bytes < frontier[-1].peak_bytes:
+            frontier.append(point)
+    return tuple(frontier)
+
+
+def cheapest_within(points: Iterable[FrontierPoint], budget_bytes: int) -> FrontierPoint | None:
+    """Return the point with the least recompute seconds among those whose peak fits, the lower peak of equal ones.
+
+    None if none fits.
+    """
+    fitting = (p for p in points if p.peak_bytes <= budget_bytes)
+    return min(fitting, key=lambda p: (p.recompute_seconds, p.peak_bytes), default=None)

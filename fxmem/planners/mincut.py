@@ -1,0 +1,179 @@
+"""The cheapest set of recipes to rerun at a price per byte kept: a minimum cut, for every price at once.
+
+In: simulator tables of a profile or of a part of one. Out: a *menu* of :class:`Choice`, kept bytes falling and seconds
+rising: all points of the lower convex hull of (bytes, seconds), found by Eisner and Severance's recursion over prices
+(J. ACM 23(4), 1976). :func:`frontier` judges the menu of the whole graph.
+
+NOTE [The network]
+
+1. A vertex for each recipe; it is on the source's side if the recipe reruns, and then its edge to the sink is cut:
+   capacity ``seconds``.
+2. A storage that backward asks for is kept or its recipe reruns: an edge from the source to the recipe, capacity
+   ``price * bytes``. A recipe that makes several of them reruns once for all.
+3. A storage that only recipes ask for has a vertex: infinite edges lead to it from the recipes that read it, an edge
+   of ``price * bytes`` leads on to the recipe that makes it.
+4. What may not be dropped and is not asked for by backward costs its bytes when held for a rerun (an edge to the
+   sink); what is held anyway costs nothing and does not appear.
+
+Not modelled: the peak. Memory is priced as if all kept bytes were live together, and the working set of a recomputation
+is free; so at high prices the peak may rise above keeping all. Only the simulator's word counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from fxmem.planners.frontier import Clock, judge_all
+from fxmem.simulate import NO_RECIPE, Tables, tables_of
+from fxmem.types import KEEP, FrontierPoint, GraphProfile
+
+FLOW_UNITS = 10**9
+"""Seconds of all recipes together, in units of flow: an integer below 2^31, fine enough to tell costs apart."""
+MAX_CHOICES = 96
+"""Prices after which a menu is left as it is."""
+SOURCE, SINK = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One point of a menu."""
+
+    reruns: tuple[bool, ...]
+    """For each recipe."""
+    kept_weight: float
+    """Sum of the weights (bytes, unless other weights were given) of kept storages."""
+    seconds: float
+
+
+def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, ...]:
+    """Return the Pareto set of the whole graph's menu, each choice refilled on the way and late."""
+    clock = Clock(seconds)
+    tables = tables_of(profile)
+    return judge_all(profile, "mincut", _candidates(tables, clock), clock)
+
+
+def _candidates(tables: Tables, clock: Clock) -> Iterator[tuple[int, ...]]:
+    last = len(tables.inputs) - 1
+    for choice in menu(tables, clock=clock):
+        yield choice_limits(tables, choice, last)
+        yield choice_limits(tables, choice, None)
+
+
+def choice_limits(tables: Tables, choice: Choice, limit: int | None) -> tuple[int, ...]:
+    """Return the retain limits of a choice: ``limit`` for what is dropped, or its own position (late) if None."""
+    return tuple(
+        KEEP if p == NO_RECIPE or not choice.reruns[p] else p if limit is None else limit for p in tables.position
+    )
+
+
+def menu(
+    tables: Tables,
+    *,
+    weights: Sequence[float] | None = None,
+    clock: Clock | None = None,
+    max_choices: int = MAX_CHOICES,
+) -> list[Choice]:
+    """Return the menu over all prices, kept bytes falling; ``weights`` replaces the bytes of each storage.
+
+    At most ``max_choices`` prices are tried, widest gaps first.
+    """
+    network = _Network(tables, tables.nbytes if weights is None else weights)
+    if not network.num_edges:
+        return [network.nothing()]
+    choices = [network.nothing(), network.solve(network.highest_price)]
+    if choices[1].seconds <= 0.0 and choices[1].kept_weight >= choices[0].kept_weight:
+        return choices[:1]
+    gaps = [(choices[0], choices[1])]
+    while gaps and len(choices) < max_choices and not (clock and clock.over):
+        left, right = gaps.pop(0)
+        if right.seconds <= left.seconds or left.kept_weight <= right.kept_weight:
+            continue
+        price = (right.seconds - left.seconds) / (left.kept_weight - right.kept_weight)
+        between = network.solve(price)
+        best = left.seconds + price * left.kept_weight
+        if between.seconds + price * between.kept_weight < best * (1 - 1e-7):
+            choices.append(between)
+            gaps += [(left, between), (between, right)]
+    return sorted(choices, key=lambda c: (-c.kept_weight, c.seconds))
+
+
+class _Network:
+    """The network of NOTE [The network]; only capacities depend on the price."""
+
+    def __init__(self, tables: Tables, weights: Sequence[float]) -> None:
+        self.tables = tables
+        self.weights = np.asarray(weights, dtype=np.float64)
+        self.position = np.asarray(tables.position, dtype=np.int64)
+        self.saved = np.asarray(tables.num_saves, dtype=np.int64) > 0
+        self.seconds = np.asarray(tables.seconds, dtype=np.float64)
+        self.total_seconds = float(self.seconds.sum()) or 1.0
+        tails, heads, self.edge_weight, self.edge_seconds = self._edges()
+        self.num_edges = int((self.edge_weight > 0).sum()) if len(tails) else 0
+        self.num_vertices = 2 + len(tables.inputs) + len(tables.nbytes)
+        self._lay_out(tails, heads)
+
+    def _edges(self) -> tuple[list[int], list[int], NDArray[np.float64], NDArray[np.float64]]:
+        tables, num_recipes = self.tables, len(self.tables.inputs)
+        edges: dict[tuple[int, int], tuple[float, float]] = {}
+        for p in range(num_recipes):  # rule 1
+            edges[2 + p, SINK] = (0.0, tables.seconds[p])
+        for s, p in enumerate(tables.position):  # rule 2
+            if p != NO_RECIPE and tables.num_saves[s]:
+                weight, _ = edges.get((SOURCE, 2 + p), (0.0, 0.0))
+                edges[SOURCE, 2 + p] = (weight + float(self.weights[s]), 0.0)
+        for p, inputs in enumerate(tables.inputs):  # rules 3 and 4
+            for s in inputs:
+                if not tables.num_saves[s] and self.weights[s] > 0:
+                    vertex, maker = 2 + num_recipes + s, tables.position[s]
+                    edges[2 + p, vertex] = (np.inf, 0.0)
+                    edges[vertex, SINK if maker == NO_RECIPE else 2 + maker] = (float(self.weights[s]), 0.0)
+        tails, heads = [e[0] for e in edges], [e[1] for e in edges]
+        return tails, heads, np.array([w for w, _ in edges.values()]), np.array([t for _, t in edges.values()])
+
+    def _lay_out(self, tails: list[int], heads: list[int]) -> None:
+        """Sort the edges once into the layout of a sparse matrix."""
+        order = np.lexsort((heads, tails))
+        self.edge_weight, self.edge_seconds = self.edge_weight[order], self.edge_seconds[order]
+        self.heads = np.asarray(heads, dtype=np.int32)[order]
+        counts = np.bincount(np.asarray(tails, dtype=np.int64), minlength=self.num_vertices)
+        self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+    @property
+    def highest_price(self) -> float:
+        return 1e3 * self.total_seconds / max(1e-30, float(self.weights[self.saved].sum()))
+
+    def solve(self, price: float) -> Choice:
+        """Return the choice that costs least at ``price`` seconds for each unit of weight."""
+        scale = FLOW_UNITS / self.total_seconds
+        with np.errstate(invalid="ignore"):
+            real = scale * (price * self.edge_weight + self.edge_seconds)
+        capacities = np.minimum(np.rint(real), FLOW_UNITS + 1).astype(np.int32)
+        shape = (self.num_vertices, self.num_vertices)
+        graph = csr_matrix((capacities, self.heads, self.starts), shape=shape)
+        flow = maximum_flow(graph, SOURCE, SINK).flow
+        residual = graph - flow
+        residual.data[residual.data < 0] = 0
+        residual.eliminate_zeros()
+        reached = breadth_first_order(residual, SOURCE, return_predecessors=False)
+        reruns = np.zeros(self.num_vertices, dtype=bool)
+        reruns[reached] = True
+        return self._choice(reruns[2 : 2 + len(self.tables.inputs)])
+
+    def nothing(self) -> Choice:
+        return self._choice(np.zeros(len(self.tables.inputs), dtype=bool))
+
+    def _choice(self, reruns: NDArray[np.bool_]) -> Choice:
+        needed = self.saved.copy()
+        for p in np.flatnonzero(reruns):
+            needed[list(self.tables.inputs[p])] = True
+        remade = np.zeros(len(needed), dtype=bool)
+        droppable = self.position != NO_RECIPE
+        remade[droppable] = reruns[self.position[droppable]]
+        kept_weight = float(self.weights[needed & ~remade & (droppable | ~self.saved)].sum())
+        return Choice(tuple(reruns.tolist()), kept_weight, float(self.seconds[reruns].sum()))

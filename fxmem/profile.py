@@ -1,0 +1,483 @@
+"""From one observed training step to the plain :class:`GraphProfile` that planners work on, and its recipes' replays.
+
+In: an :class:`Observation`. Out: a :class:`Profiled`. Bytes are exact: the curve of what no plan changes is read from the
+observed allocations, and each recipe is run once more on fakes to see the peak of its re-run. Not modelled: scratch
+that a kernel allocates below the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fxmem.capture import Captured, Inputs, source_of
+from fxmem.errors import ProfileError
+from fxmem.fake import FakeWorld
+from fxmem.observe import Event, NodeObservation, Observation, observe
+from fxmem.replay import NodeReplay, Replay, View
+from fxmem.step import LossFn, OptimizerLike
+from fxmem.track import StorageTracker
+from fxmem.types import GraphProfile, NodeProfile, Phase, Recipe, Storage, Tick
+
+aten = torch.ops.aten
+
+STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
+"""The two ops that write buffers without saying so: places of running mean, running variance, and of the flag that they
+are computed from the batch. Re-run without the buffers they give the same output (NOTE [Same bits on a re-run], 5)."""
+
+NodeTimer = Callable[[int, int], float]
+"""Seconds of a node, from its FLOPs and the bytes it moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """A profile with what the rewriter needs beside it."""
+
+    profile: GraphProfile
+    captured: Captured
+    replays: tuple[Replay | None, ...]
+    """By recipe."""
+    arguments: tuple[tuple[tuple[int, View], ...], ...]
+    """By node: (place, geometry) of tensor arguments; ``View.storage`` is a managed index or ``~j``."""
+    outputs: tuple[tuple[tuple[int, View], ...], ...]
+    """By node: (place, geometry) of tensor outputs."""
+    internals: tuple[tuple[int, ...], ...]
+    """By node: managed storages that autograd saves beside arguments and outputs, by first appearance."""
+    static_names: tuple[str, ...]
+    """By static tensor ``j``: the placeholder or get_attr node that provides it."""
+    last_writer: tuple[int, ...]
+    """By managed storage: the node that writes it last."""
+    devices: tuple[torch.device, ...]
+    """Devices the graph's tensors lie on."""
+
+
+def profile(
+    captured: Captured,
+    inputs: Inputs,
+    timer: NodeTimer,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: OptimizerLike = None,
+) -> Profiled:
+    """Return the profile of the training step of ``captured`` at the signature of ``inputs``.
+
+    ``timer`` gives seconds for (FLOPs, bytes moved). Errors: ``ProfileError``.
+    """
+    world = FakeWorld(inputs.leaves)
+    observation = observe(captured, inputs, world, loss_fn, optimizer)
+    return _Builder(captured, observation, timer, world).build()
+
+
+class _Builder:
+    """Turns serials into managed indices and events into ticks."""
+
+    def __init__(self, captured: Captured, seen: Observation, timer: NodeTimer, world: FakeWorld) -> None:
+        self.captured, self.seen, self.timer, self.world = captured, seen, timer, world
+        self.nbytes = {e.key: e.nbytes for e in seen.events if e.kind == "alloc"}
+        self.managed = _managed(seen)
+        self.index = {serial: i for i, serial in enumerate(self.managed)}
+        self.static_index = {serial: ~j for j, serial in enumerate(seen.statics)}
+        self.creator = {s: node.index for node in seen.nodes for s in node.creates}
+        self.writers: dict[int, list[int]] = {s: [self.creator[s]] for s in self.managed}
+        for node in seen.nodes:
+            for s in node.writes:
+                if s in self.writers and node.index not in self.writers[s]:
+                    self.writers[s].append(node.index)
+
+    def build(self) -> Profiled:
+        ticks, held_elsewhere = _ticks(self.seen, self.index)
+        reasons = self._reasons(held_elsewhere)
+        groups = self._recipes(reasons)
+        replays = [self._replay(nodes) for nodes in groups]
+        measured = self._measure(replays)
+        recipe_of = {p: r for r, replay in enumerate(replays) for p in replay.products}
+        saves = Counter(s for node in self.seen.nodes for s in node.saves)
+        storages = tuple(
+            Storage(
+                index=i,
+                name=self._name(serial),
+                nbytes=self.nbytes[serial],
+                creator=self.creator[serial],
+                internal=self._is_internal(serial),
+                recipe=recipe_of.get(i),
+                why_kept="" if i in recipe_of else reasons.get(serial) or self._node_reason(self.creator[serial]),
+                num_saves=saves[serial],
+            )
+            for i, serial in enumerate(self.managed)
+        )
+        nodes = tuple(self._node(node) for node in self.seen.nodes)
+        recipes = tuple(
+            Recipe(
+                index=r,
+                nodes=nodes_of,
+                inputs=self._inputs(nodes_of),
+                products=replay.products,
+                seconds=sum(nodes[k].seconds for k in nodes_of),
+                peak_bytes=peaks[0],
+                capture_peak_bytes=peaks[1],
+            )
+            for r, (nodes_of, replay, peaks) in enumerate(zip(groups, replays, measured, strict=True))
+        )
+        graph_profile = GraphProfile(
+            nodes,
+            storages,
+            recipes,
+            ticks,
+            self.seen.static,
+            backward_seconds=2 * sum(node.seconds for node in nodes),
+        )
+        return Profiled(
+            profile=graph_profile,
+            captured=self.captured,
+            replays=tuple(replays),
+            arguments=tuple(tuple((p, self._view(v)) for p, v, _ in n.reads) for n in self.seen.nodes),
+            outputs=tuple(tuple((p, self._view(v)) for p, v in n.outputs) for n in self.seen.nodes),
+            internals=tuple(self._internals(n) for n in self.seen.nodes),
+            static_names=tuple(self.seen.statics.values()),
+            last_writer=tuple(self.writers[serial][-1] for serial in self.managed),
+            devices=tuple(sorted(set(self.seen.devices.values()), key=str)),
+        )
+
+    # -- naming ---------------------------------------------------------------------------------------------------------
+
+    def _place(self, serial: int) -> int | None:
+        """Managed index, ``~j`` of a static tensor, or None for storages that are neither."""
+        return self.index.get(serial, self.static_index.get(serial))
+
+    def _view(self, view: View) -> View:
+        place = self._place(view.storage)
+        assert place is not None, "a tensor of the graph lies on a storage of unknown origin"
+        return View(place, *(getattr(view, f) for f in View.__slots__[1:]))
+
+    def _is_internal(self, serial: int) -> bool:
+        return all(view.storage != serial for _, view in self.seen.nodes[self.creator[serial]].outputs)
+
+    def _name(self, serial: int) -> str:
+        node = self.seen.nodes[self.creator[serial]]
+        peers = [s for s in node.creates if s in self.index and self._is_internal(s) == self._is_internal(serial)]
+        if self._is_internal(serial):
+            return f"{node.node.name}.internal{peers.index(serial)}"
+        return node.node.name if len(peers) == 1 else f"{node.node.name}.{peers.index(serial)}"
+
+    def _internals(self, node: NodeObservation) -> tuple[int, ...]:
+        """Saved storages of ``node`` that are neither its arguments nor its outputs, by first appearance."""
+        known = {view.storage for _, view, _ in node.reads} | {view.storage for _, view in node.outputs}
+        return tuple(self.index.get(s, -1) for s in dict.fromkeys(node.saves) if s not in known)
+
+    def _node(self, node: NodeObservation) -> NodeProfile:
+        managed = self.index
+        return NodeProfile(
+            index=node.index,
+            name=node.node.name,
+            op=str(node.node.target),
+            reads=tuple(dict.fromkeys(managed[v.storage] for _, v, _ in node.reads if v.storage in managed)),
+            creates=tuple(managed[s] for s in node.creates if s in managed),
+            writes=tuple(managed[s] for s in node.writes if s in managed),
+            saves=tuple(managed[s] for s in node.saves if s in managed),
+            seconds=self.timer(node.flops, node.moved_bytes),
+            flops=node.flops,
+            moved_bytes=node.moved_bytes,
+            random=node.random,
+            why_not=self._node_reason(node.index),
+            source=source_of(node.node),
+        )
+
+    # -- recipes --------------------------------------------------------------------------------------------------------
+
+    def _node_reason(self, k: int) -> str:
+        """Why node ``k`` may never run again; empty if it may."""
+        node = self.seen.nodes[k]
+        if node.effects:
+            return f"{node.node.name} {node.effects}"
+        for s in node.writes:
+            if s not in self.index:
+                return f"{node.node.name} writes {self.seen.statics.get(s, 'memory from outside the graph')}"
+        for _, view, version in node.reads:
+            s = view.storage
+            final = self.seen.versions.get(s, 0)
+            if self._place(s) is None:
+                return f"{node.node.name} reads memory of unknown origin"
+            if version != final and k not in self.writers.get(s, ()):
+                return f"{node.node.name} reads a value that is overwritten later"
+        return ""
+
+    def _reasons(self, held_elsewhere: frozenset[int]) -> dict[int, str]:
+        """Why storages may not be dropped, for reasons that lie in the storage itself."""
+        reasons = dict.fromkeys(held_elsewhere, "held by something other than autograd")
+        reasons.update(dict.fromkeys((s for s in self.seen.outputs if s in self.index), "an output of the model"))
+        return reasons
+
+    def _recipes(self, reasons: dict[int, str]) -> list[tuple[int, ...]]:
+        """Group nodes by the storages several of them write; return the groups that may run again, in position order."""
+        parent = list(range(len(self.seen.nodes)))
+
+        def find(k: int) -> int:
+            while parent[k] != k:
+                parent[k] = parent[parent[k]]
+                k = parent[k]
+            return k
+
+        for writers in self.writers.values():
+            for k in writers[1:]:
+                parent[find(k)] = find(writers[0])
+        groups: dict[int, list[int]] = {}
+        for node in self.seen.nodes:
+            if any(s in self.index for s in node.creates) or any(s in self.index for s in node.writes):
+                groups.setdefault(find(node.index), []).append(node.index)
+        good = [tuple(nodes) for nodes in groups.values() if not any(self._node_reason(k) for k in nodes)]
+        good = [g for g in good if not all(s in reasons for s in self._made(g))]
+        return self._without_cycles(sorted(good, key=lambda g: g[-1]), reasons)
+
+    def _without_cycles(self, groups: list[tuple[int, ...]], reasons: dict[int, str]) -> list[tuple[int, ...]]:
+        """Leave out groups whose storages are read by a group of an earlier position (an interleaved in-place chain)."""
+        last = {self.index[s]: g[-1] for g in groups for s in self._made(g)}
+        bad = {last[i] for g in groups for i in self._inputs(g) if i in last and last[i] >= g[-1]}
+        for g in groups:
+            if g[-1] in bad:
+                reasons.update(dict.fromkeys(self._made(g), "overwritten in turns with storages that depend on it"))
+        return [g for g in groups if g[-1] not in bad]
+
+    def _made(self, nodes: tuple[int, ...]) -> list[int]:
+        """Serials of the managed storages that ``nodes`` create."""
+        return [s for k in nodes for s in self.seen.nodes[k].creates if s in self.index]
+
+    def _inputs(self, nodes: tuple[int, ...]) -> tuple[int, ...]:
+        own = set(self._made(nodes))
+        reads = [v.storage for k in nodes for _, v, _ in self.seen.nodes[k].reads]
+        return tuple(dict.fromkeys(self.index[s] for s in reads if s in self.index and s not in own))
+
+    def _replay(self, nodes: tuple[int, ...]) -> Replay:
+        reasons = self._reasons(frozenset())
+        products = tuple(self.index[s] for s in self._made(nodes) if s not in reasons)
+        own = {self.index[s] for s in self._made(nodes)}
+        return Replay(tuple(self._node_replay(k, own) for k in nodes), products, self.captured.autocast)
+
+    def _node_replay(self, k: int, own: set[int]) -> NodeReplay:
+        node = self.seen.nodes[k]
+        leaves = list(node.leaves)
+        refs = [(place, self._view(view)) for place, view, _ in node.reads]
+        statistics = STATISTICS.get(node.node.target)  # type: ignore[call-overload]
+        if statistics is not None and leaves[statistics[2]]:
+            refs = [(place, view) for place, view in refs if place not in statistics[:2]]
+        outputs: list[tuple[int, View]] = []
+        for place, view in node.outputs:
+            if self._place(view.storage) in own and view.storage not in [v.storage for _, v in outputs]:
+                outputs.append((place, view))
+        created = [self.index[s] for s in dict.fromkeys(node.saves) if s in self.index and s in node.creates]
+        return NodeReplay(
+            index=k,
+            name=node.node.name,
+            target=node.node.target,  # type: ignore[arg-type]
+            leaves=tuple(leaves),
+            refs=tuple(refs),
+            spec=node.spec,
+            writes=frozenset(i for s in node.writes if (i := self._place(s)) is not None),
+            outputs=tuple((place, self._view(view)) for place, view in outputs),
+            internals=tuple(i for i in created if self._is_internal(self.managed[i])),
+            random=node.random,
+        )
+
+    def _measure(self, replays: list[Replay]) -> list[tuple[int, int]]:
+        """Return, for each replay, its peak bytes above the start without and with capture, seen on fakes."""
+        memo: dict[object, tuple[int, int]] = {}
+        results = []
+        with self.world.active():
+            for replay in replays:
+                key = _signature(replay)
+                if key not in memo:
+                    memo[key] = (self._peak(replay, capture=False), self._peak(replay, capture=True))
+                results.append(memo[key])
+        return results
+
+    def _peak(self, replay: Replay, *, capture: bool) -> int:
+        own = set(replay.products)
+        bases: dict[int, torch.Tensor] = {}
+        for node in replay.nodes:
+            for place, view in node.refs:
+                if view.storage not in own and view.storage not in bases:
+                    bases[view.storage] = self._fake_base(view.storage, node.index, place)
+        tracker = StorageTracker()
+        tracker.hold(bases.values())
+        start_bytes = tracker.live_bytes
+        states = {node.index: () for node in replay.nodes}
+        with tracker:
+            replay.run(bases, states, capture=capture)  # type: ignore[arg-type]
+        return tracker.peak_bytes - start_bytes
+
+    def _fake_base(self, place: int, node: int, argument: int) -> torch.Tensor:
+        """Return a fresh fake storage like that of storage ``place``, as a tensor of bytes behind its argument's dtype."""
+        serial = self.managed[place] if place >= 0 else list(self.seen.statics)[~place]
+        view = next(v for p, v, _ in self.seen.nodes[node].reads if p == argument)
+        device = self._device(node, argument)
+        return torch.empty(-(-self.nbytes[serial] // view.dtype.itemsize), dtype=view.dtype, device=device)
+
+    def _device(self, node: int, argument: int) -> torch.device:
+        return self.seen.devices[next(v.storage for p, v, _ in self.seen.nodes[node].reads if p == argument)]
+
+
+def _signature(replay: Replay) -> object:
+    """Equal for replays that differ only in which storages they run on."""
+    names: dict[int, int] = {}
+
+    def anonymous(view: View) -> tuple[object, ...]:
+        number = names.setdefault(view.storage, len(names))
+        return (number, *(getattr(view, f) for f in View.__slots__[1:]))
+
+    return tuple(
+        (
+            node.target,
+            tuple(repr(leaf) for leaf in tree_leaves(node.leaves)),
+            tuple((place, anonymous(view)) for place, view in node.refs),
+            tuple(names.setdefault(s, len(names)) for s in sorted(node.writes)),
+            tuple((place, anonymous(view)) for place, view in node.outputs),
+            len(node.internals),
+        )
+        for node in replay.nodes
+    )
+
+
+# -- events to ticks -----------------------------------------------------------------------------------------------------
+
+
+def _managed(seen: Observation) -> list[int]:
+    """Storages a node creates that live on as an output or a saved tensor, in order of creation."""
+    wanted = {view.storage for node in seen.nodes for _, view in node.outputs}
+    wanted |= {s for node in seen.nodes for s in node.saves}
+    return [s for node in seen.nodes for s in node.creates if s in wanted]
+
+
+class _TickMaker:
+    """Cuts the event stream into ticks: unpacks first, then other events, then releases."""
+
+    def __init__(self, index: dict[int, int]) -> None:
+        self.index = index
+        self.ticks: list[Tick] = []
+        self.unmanaged_bytes = 0
+        self.created_bytes = 0
+        self.phase = Phase.FORWARD
+        self.node: int | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.unpacks: list[int] = []
+        self.creates: list[int] = []
+        self.releases: list[int] = []
+        self.start_bytes = self.peak_bytes = self.unmanaged_bytes
+        self.created_bytes = 0
+        self.busy = False
+
+    def cut(self) -> None:
+        """End the tick under way, if anything happened in it."""
+        if self.busy or self.unpacks or self.creates or self.releases:
+            self.ticks.append(
+                Tick(
+                    self.phase,
+                    self.node,
+                    tuple(self.unpacks),
+                    self.start_bytes,
+                    self.peak_bytes,
+                    tuple(self.creates),
+                    (),
+                    tuple(self.releases),
+                )
+            )
+        self._begin()
+
+    def change(self, nbytes: int, created: int | None) -> None:
+        if nbytes > 0 and self.releases:
+            self.cut()
+        if created is None:
+            self.unmanaged_bytes += nbytes
+        else:
+            self.creates.append(created)
+            self.created_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.unmanaged_bytes + self.created_bytes)
+        self.busy = True
+
+    def unpack(self, storage: int, node: int | None) -> None:
+        if self.busy or self.releases:
+            self.cut()
+        self.unpacks.append(storage)
+        self.node = node
+
+    def release(self, storage: int) -> None:
+        self.releases.append(storage)
+
+
+def _ticks(seen: Observation, index: dict[int, int]) -> tuple[tuple[Tick, ...], frozenset[int]]:
+    """Return the ticks, and the serials that something other than the forward and autograd held on to."""
+    maker = _TickMaker(index)
+    freed_at: dict[int, int] = {}
+    unpacker = {s: node.index for node in seen.nodes for s in node.saves}
+    forward_tick: dict[int, int] = {}
+    for event in seen.events:
+        kind, key = event.kind, event.key
+        if kind == "phase":
+            maker.cut()
+            assert event.phase is not None
+            maker.phase, maker.node = event.phase, None
+        elif kind == "begin":
+            maker.cut()
+            maker.node, maker.busy = key, True
+            forward_tick[key] = len(maker.ticks)
+        elif kind == "alloc":
+            maker.change(event.nbytes, index.get(key))
+        elif kind == "free" and key not in index:
+            maker.change(-event.nbytes, None)
+        elif kind == "free":
+            freed_at[key] = len(maker.ticks)
+        elif kind == "unpack" and key in index:
+            maker.unpack(index[key], unpacker.get(key))
+        elif kind == "release" and key in index:
+            maker.release(index[key])
+    maker.cut()
+    return _with_ends(seen, maker.ticks, forward_tick, freed_at, index)
+
+
+def _with_ends(
+    seen: Observation, ticks: list[Tick], forward_tick: dict[int, int], freed_at: dict[int, int], index: dict[int, int]
+) -> tuple[tuple[Tick, ...], frozenset[int]]:
+    """Fill in ``lets_go``: after which tick nothing but autograd refers to a storage."""
+    end = len(ticks) - 1
+    lets_go = {s: forward_tick[node.index] for node in seen.nodes for s in node.lets_go}
+    for node in seen.nodes:  # internals: nothing but autograd ever refers to them
+        for s in node.creates:
+            lets_go.setdefault(s, forward_tick[node.index])
+    for s in seen.outputs:
+        lets_go[s] = end
+    released = {i: t for t, tick in enumerate(ticks) for i in tick.releases}
+    held_elsewhere = set()
+    for s, i in index.items():
+        expected, actual = max(lets_go[s], released.get(i, 0)), min(freed_at.get(s, end), end)
+        if actual > expected:
+            held_elsewhere.add(s)
+            lets_go[s] = actual
+        elif actual < expected and s not in seen.outputs:
+            raise ProfileError(f"storage {i} was freed in tick {actual}, before its last holder let go in {expected}")
+    by_tick: dict[int, list[int]] = {}
+    for s, i in index.items():
+        by_tick.setdefault(lets_go[s], []).append(i)
+    return (
+        tuple(_replaced(tick, tuple(by_tick.get(t, ()))) for t, tick in enumerate(ticks)),
+        frozenset(held_elsewhere),
+    )
+
+
+def _replaced(tick: Tick, lets_go: tuple[int, ...]) -> Tick:
+    return Tick(
+        tick.phase,
+        tick.node,
+        tick.unpacks,
+        tick.start_bytes,
+        tick.peak_bytes,
+        tick.creates,
+        lets_go,
+        tick.releases,
+    )
+
+
+__all__ = ["Event", "NodeTimer", "Profiled", "profile"]

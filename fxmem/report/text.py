@@ -1,0 +1,155 @@
+"""The report of one planned signature, as numbers and as a table.
+
+In: a profile, the plan chosen, its verified figures. Out: a :class:`Report`; ``str()`` of it is a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from fxmem.types import FrontierPoint, GraphProfile, StaticBytes, Verification
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One storage autograd saves: where it comes from, its bytes, and what the plan does with it."""
+
+    name: str
+    nbytes: int
+    decision: str
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was planned for one signature. All ``_bytes`` are of the whole training step, statics included."""
+
+    planner: str
+    budget_bytes: int | None
+    """None: no bound was asked for."""
+    predicted_peak_bytes: int
+    """Peak of the emitted module, verified on fakes."""
+    eager_peak_bytes: int
+    """Peak of the original model's own step."""
+    floor_bytes: int
+    """The least peak any plan found reaches."""
+    overhead_seconds: float
+    """Estimated time of what is recomputed in one step."""
+    overhead_ratio: float
+    """``overhead_seconds`` over the estimated time of the eager step."""
+    plan_seconds: float
+    """Time that capture, profile, plan, rewrite and verification took."""
+    static: StaticBytes
+    peak_at: str
+    """Node, module path and source line of the peak."""
+    rows: tuple[Row, ...]
+    """Every storage autograd saves, in order of creation."""
+    notes: tuple[str, ...]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the storages autograd saves that the plan keeps."""
+        return sum(row.nbytes for row in self.rows if row.decision == "keep")
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of the storages autograd saves that the plan drops and recomputes."""
+        return sum(row.nbytes for row in self.rows if row.decision == "drop")
+
+    def __str__(self) -> str:
+        return _render(self)
+
+    def _repr_html_(self) -> str:
+        return str(tabulate(_summary(self), headers=("", "GB"), tablefmt="html"))
+
+
+def build_report(
+    profile: GraphProfile,
+    point: FrontierPoint,
+    verification: Verification,
+    *,
+    budget_bytes: int | None,
+    eager_peak_bytes: int,
+    floor_bytes: int,
+    peak_step: int,
+    plan_seconds: float,
+    notes: tuple[str, ...],
+) -> Report:
+    """Return the report of ``point``."""
+    dropped = set(point.plan.dropped)
+    rows = tuple(
+        Row(
+            name=s.name,
+            nbytes=s.nbytes,
+            decision="drop" if s.index in dropped else "keep",
+            reason=s.why_kept,
+            source=str(profile.nodes[s.creator].source),
+        )
+        for s in profile.storages
+        if s.num_saves
+    )
+    return Report(
+        planner=point.plan.planner,
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=verification.verified_bytes,
+        eager_peak_bytes=eager_peak_bytes,
+        floor_bytes=floor_bytes,
+        overhead_seconds=point.recompute_seconds,
+        overhead_ratio=point.recompute_seconds / profile.step_seconds if profile.step_seconds else 0.0,
+        plan_seconds=plan_seconds,
+        static=profile.static,
+        peak_at=place_of_tick(profile, peak_step),
+        rows=rows,
+        notes=notes,
+    )
+
+
+def place_of_tick(profile: GraphProfile, tick: int) -> str:
+    """Say in words where in the step ``profile.ticks[tick]`` lies."""
+    at = profile.ticks[tick]
+    if at.node is None:
+        return f"the {at.phase.value}"
+    node = profile.nodes[at.node]
+    return f"the {at.phase.value} of {node.name}, {node.source}"
+
+
+def _summary(report: Report) -> list[tuple[str, str]]:
+    budget = "none" if report.budget_bytes is None else _gb(report.budget_bytes)
+    return [
+        ("budget", budget),
+        ("predicted peak", _gb(report.predicted_peak_bytes)),
+        ("eager peak", _gb(report.eager_peak_bytes)),
+        ("least reachable peak", _gb(report.floor_bytes)),
+        ("parameters", _gb(report.static.parameters_bytes)),
+        ("optimizer state", _gb(report.static.optimizer_state_bytes)),
+        ("buffers and batch", _gb(report.static.buffers_bytes + report.static.inputs_bytes)),
+        ("saved for backward, kept", _gb(report.kept_bytes)),
+        ("saved for backward, dropped", _gb(report.dropped_bytes)),
+    ]
+
+
+def _render(report: Report) -> str:
+    largest = sorted(report.rows, key=lambda row: -row.nbytes)[:8]
+    table = tabulate(_summary(report), headers=("memory of one training step", "GB"), disable_numparse=True)
+    detail = tabulate(
+        [(row.name, f"{row.nbytes / 1e6:.3f}", row.decision, row.reason or row.source) for row in largest],
+        headers=("largest saved tensors", "MB", "plan", "where, or why kept"),
+        disable_numparse=True,
+    )
+    lines = [
+        table,
+        f"peak at {report.peak_at}",
+        f"recompute {report.overhead_seconds * 1e3:.3f} ms a step, {report.overhead_ratio:.1%} of the eager step "
+        f"(estimate); planner {report.planner}, {report.plan_seconds:.1f} s",
+        "",
+        detail,
+        *(f"note: {note}" for note in report.notes),
+    ]
+    return "\n".join(lines)
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.4f}"

@@ -1,0 +1,190 @@
+"""Writing a plan into a new torch.fx graph.
+
+In: a :class:`Profiled` and a :class:`Plan`. Out: a flat GraphModule that computes the same leaves from the same leaves.
+Nodes the plan does not touch are copied as they are; the others run through :func:`fxmem.runtime.taped`. With nothing
+dropped the graph is the captured one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxmem.profile import Profiled
+from fxmem.replay import Replay
+from fxmem.runtime import NodeTape, TapeOpener, TapeTable, close_tape, taped
+from fxmem.types import KEEP, Plan
+
+CodeTransformer = Callable[[list[str]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """What of a plan can matter at run time."""
+
+    dropped: frozenset[int]
+    """Dropped storages whose slot can have an owner: saved, or read by the recipe of such a one."""
+    held: frozenset[int]
+    """Kept storages that such a recipe reads."""
+    recipes: frozenset[int]
+
+
+def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:
+    """Return the GraphModule that trains under ``plan``; its parameters are the captured module's own objects."""
+    live = _live(profiled, plan)
+    captured = profiled.captured.graph_module
+    tapes = _node_tapes(profiled, plan, live)
+    statics = sorted({j for r in live.recipes for j in _statics_of(profiled.replays[r])}, reverse=True)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    tape: fx.Node | None = None
+    by_name = {node.name: node for node in captured.graph.nodes}
+    placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
+        env[node] = graph.node_copy(node)
+    if live.dropped:
+        inputs = [_read_static(graph, env, by_name[profiled.static_names[~j]]) for j in statics]
+        tape = graph.call_module("fxmem_tape", tuple(inputs))
+        tape.name = "tape"
+    calls = iter(range(len(profiled.profile.nodes)))
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            if tape is not None:
+                graph.call_function(close_tape, (tape,))
+            graph.output(fx.map_arg(node.args[0], lambda n: env[n]))
+            continue
+        index = next(calls) if node.op == "call_function" else -1
+        if index in tapes and tape is not None:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            env[node] = graph.create_node(
+                "call_function", taped, (tape, index, node.target, *args), kwargs, name=node.name
+            )
+            env[node].meta = dict(node.meta)
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.on_generate_code(lambda current: _commented(current, _comments(profiled, plan, live)))
+    graph.lint()
+    attributes = {str(n.target): _attribute(captured, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
+    opener = TapeOpener(_table(profiled, plan, live, tapes), tuple(statics))
+    return fx.GraphModule({**attributes, "fxmem_tape": opener}, graph, class_name="Optimized")
+
+
+def _attribute(module: torch.nn.Module, target: str) -> object:
+    value: object = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _read_static(graph: fx.Graph, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    return env[node] if node in env else graph.node_copy(node)
+
+
+def _statics_of(replay: Replay | None) -> tuple[int, ...]:
+    assert replay is not None
+    return tuple(dict.fromkeys(view.storage for node in replay.nodes for _, view in node.refs if view.storage < 0))
+
+
+def _live(profiled: Profiled, plan: Plan) -> _Live:
+    storages, recipes = profiled.profile.storages, profiled.profile.recipes
+    stack = [s.index for s in storages if plan.limits[s.index] != KEEP and s.num_saves]
+    dropped, held, used = set(stack), set(), set()
+    while stack:
+        recipe = storages[stack.pop()].recipe
+        assert recipe is not None
+        used.add(recipe)
+        for i in recipes[recipe].inputs:
+            if plan.limits[i] == KEEP:
+                held.add(i)
+            elif i not in dropped:
+                dropped.add(i)
+                stack.append(i)
+    return _Live(frozenset(dropped), frozenset(held), frozenset(used))
+
+
+def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTape]:
+    """Return what the tape does, for those nodes where it does anything."""
+    profile = profiled.profile
+    replayed = {k for r in live.recipes for k in profile.recipes[r].nodes}
+    holds: dict[int, list[int]] = {}
+    for s in live.held:
+        holds.setdefault(profiled.last_writer[s], []).append(s)
+    tapes = {}
+    for node in profile.nodes:
+        hooked = any(s in live.dropped for s in node.saves)
+        if hooked or node.index in holds or node.index in replayed:
+            tapes[node.index] = NodeTape(
+                index=node.index,
+                name=node.name,
+                random=node.random and node.index in replayed,
+                hooked=hooked,
+                arguments=tuple((p, v.storage) for p, v in profiled.arguments[node.index] if v.storage >= 0),
+                outputs=tuple((p, v) for p, v in profiled.outputs[node.index] if v.storage >= 0),
+                internals=profiled.internals[node.index],
+                holds=tuple(_hold(profiled, node.index, s) for s in sorted(holds.get(node.index, ()))),
+            )
+    return tapes
+
+
+def _hold(profiled: Profiled, node: int, storage: int) -> tuple[bool, int, int]:
+    """Say where at ``node`` a tensor on ``storage`` is to be found: (from outputs, place, storage)."""
+    for place, view in profiled.outputs[node]:
+        if view.storage == storage:
+            return (True, place, storage)
+    return (False, next(p for p, v in profiled.arguments[node] if v.storage == storage), storage)
+
+
+def _table(profiled: Profiled, plan: Plan, live: _Live, tapes: dict[int, NodeTape]) -> TapeTable:
+    profile = profiled.profile
+    used = [r if r in live.recipes else None for r in range(len(profile.recipes))]
+    return TapeTable(
+        nodes=tapes,
+        replays=tuple(None if r is None else profiled.replays[r] for r in used),
+        recipe_inputs=tuple(recipe.inputs for recipe in profile.recipes),
+        recipe_statics=tuple(() if r is None else _statics_of(profiled.replays[r]) for r in used),
+        recipe_of=tuple(s.recipe for s in profile.storages),
+        limits=plan.limits,
+        dropped=live.dropped,
+        internal=frozenset(s.index for s in profile.storages if s.internal),
+        devices=profiled.devices,
+        names=tuple(s.name for s in profile.storages),
+    )
+
+
+# -- readable code -----------------------------------------------------------------------------------------------------
+
+
+def _comments(profiled: Profiled, plan: Plan, live: _Live) -> dict[str, str]:
+    """Say, by node name, what the plan does with what the node makes."""
+    comments: dict[str, list[str]] = {}
+    for s in profiled.profile.storages:
+        if not s.num_saves and s.index not in live.held | live.dropped:
+            continue
+        verb = "drop" if s.index in live.dropped else "keep"
+        what = f" {s.name.rpartition('.')[2]}" if "." in s.name else ""
+        name = profiled.profile.nodes[s.creator].name
+        comments.setdefault(name, []).append(f"{verb}{what} {s.nbytes / 1e6:.3f} MB")
+    return {name: ", ".join(parts) for name, parts in comments.items()}
+
+
+def _commented(current: CodeTransformer | None, comments: dict[str, str]) -> CodeTransformer:
+    """Compose with the transformer already there: append each node's comment to its line."""
+
+    def transform(lines: list[str]) -> list[str]:
+        code = "".join(current(lines) if current is not None else lines)
+        return [_with_comment(line, comments) for line in code.splitlines(keepends=True)]
+
+    return transform
+
+
+def _with_comment(line: str, comments: dict[str, str]) -> str:
+    comment = comments.get(line.strip().partition(" = ")[0].partition(" :")[0])
+    if comment is None or not line.strip():
+        return line
+    body = line.rstrip("\n")
+    return f"{body}  # {comment}" + line[len(body) :]

@@ -1,0 +1,337 @@
+"""The saved-tensor tape: what an emitted graph calls while it runs.
+
+In: a :class:`TapeTable` (the plan, compiled). Nodes that save something the plan drops run inside
+``saved_tensors_hooks``; every other node runs untouched.
+
+NOTE [Who owns what on the tape]
+
+1. Autograd owns *handles* (what ``pack`` returns), a handle owns a *slot* (one per storage), so memory dies exactly
+   when autograd lets go. No table owns a slot once the forward is over.
+2. A kept slot holds a tensor. A dropped slot is empty after the forward and holds the slots of its recipe's inputs;
+   once refilled it holds the tensor and lets go of those slots.
+3. Unpacking an empty slot runs the recipes of the empty slots it needs, in position order, and refills each slot the
+   plan's retain limit allows. The order in which autograd asks is not assumed: retained graphs, partial backwards and
+   several forwards work alike.
+4. Hooks switch autograd's version check off, so a slot remembers the version of what it holds and raises what
+   autograd would have raised.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from fxmem.errors import PlanMismatchError, SavedTensorModifiedError
+from fxmem.replay import RandomStates, Replay, View, check_layout, stash_random_states
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTape:
+    """What the tape does at one node of the emitted graph."""
+
+    index: int
+    name: str
+    random: bool
+    """Stash the generators before it runs: a recipe of the plan runs it again."""
+    hooked: bool
+    """It saves something the plan drops."""
+    arguments: tuple[tuple[int, int], ...]
+    """(place among the argument leaves, managed storage) of tensor arguments."""
+    outputs: tuple[tuple[int, View], ...]
+    """(place among the output leaves, geometry) of outputs on managed storages."""
+    internals: tuple[int, ...]
+    """Managed storages of what autograd saves beside arguments and outputs, in order of first appearance."""
+    holds: tuple[tuple[bool, int, int], ...]
+    """(from outputs, place, storage): kept storages, final after this node, that a recomputation reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class TapeTable:
+    """A plan compiled for the runtime. Lists are indexed by managed storage."""
+
+    nodes: dict[int, NodeTape]
+    replays: tuple[Replay | None, ...]
+    """By recipe."""
+    recipe_inputs: tuple[tuple[int, ...], ...]
+    """By recipe: the managed storages it reads."""
+    recipe_statics: tuple[tuple[int, ...], ...]
+    """By recipe: the static tensors it reads (``~j``)."""
+    recipe_of: tuple[int | None, ...]
+    limits: tuple[int, ...]
+    dropped: frozenset[int]
+    """Dropped storages whose slot can have an owner."""
+    internal: frozenset[int]
+    """Managed storages that are internals."""
+    devices: tuple[torch.device, ...]
+    names: tuple[str, ...]
+
+
+class Slot:
+    """The one place of a storage for one forward call (NOTE [Who owns what on the tape])."""
+
+    __slots__ = ("__weakref__", "inputs", "storage", "tape", "tensor", "version")
+
+    def __init__(self, tape: Tape | None, storage: int, tensor: torch.Tensor | None) -> None:
+        self.tape, self.storage = tape, storage
+        self.inputs: tuple[Slot, ...] = ()
+        self.tensor: torch.Tensor | None = None
+        self.version = 0
+        if tensor is not None:
+            self.fill(tensor)
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.inputs = ()
+
+    def get(self) -> torch.Tensor:
+        """Return the held tensor, after the check autograd would have made."""
+        tensor = self.tensor
+        assert tensor is not None
+        if tensor._version != self.version:
+            name = self.tape.table.names[self.storage] if self.tape is not None else "a saved tensor"
+            raise SavedTensorModifiedError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{name} ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; expected version "
+                f"{self.version} instead. Do the in-place write after the backward, or on a clone."
+            )
+        return tensor
+
+
+class Handle:
+    """What autograd holds in place of a saved tensor: a slot and the geometry on it."""
+
+    __slots__ = ("slot", "view")
+
+    def __init__(self, slot: Slot, view: View) -> None:
+        self.slot, self.view = slot, view
+
+
+def unpack(handle: Handle) -> torch.Tensor:
+    """Return the saved tensor, recomputing its storage if the slot is empty."""
+    slot = handle.slot
+    if slot.tensor is None:
+        assert slot.tape is not None
+        slot.tape.refill(slot)
+    with torch.no_grad():
+        return handle.view.on(slot.get())
+
+
+class Tape:
+    """One forward call of an emitted graph."""
+
+    def __init__(self, table: TapeTable, statics: dict[int, torch.Tensor]) -> None:
+        self.table = table
+        self.random_states: dict[int, RandomStates] = {}
+        self._statics = statics
+        self._static_versions: dict[int, int] = {}
+        self._open: dict[int, Slot] | None = {}
+        self._slots: dict[int, weakref.ref[Slot]] = {}
+        self._lock = threading.RLock()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def run(self, index: int, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one node of the graph and return its output."""
+        node = self.table.nodes[index]
+        if node.random:
+            self.random_states[index] = stash_random_states(self.table.devices)
+        if node.hooked:
+            output = self._run_hooked(node, target, args, kwargs)
+        else:
+            output = target(*args, **kwargs)
+        leaves = _leaves(output)
+        for place, view in node.outputs:
+            check_layout(node.name, view, leaves[place])
+        for from_outputs, place, storage in node.holds:
+            source = leaves if from_outputs else tree_leaves((args, kwargs))
+            self._slot(storage).fill(source[place])
+        return output
+
+    def _run_hooked(
+        self, node: NodeTape, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        argument_leaves = tree_leaves((args, kwargs))
+        known = {leaf.untyped_storage()._cdata: -1 for leaf in argument_leaves if isinstance(leaf, torch.Tensor)}
+        for place, storage in node.arguments:
+            known[argument_leaves[place].untyped_storage()._cdata] = storage
+        dropped, fresh = self.table.dropped, []
+
+        def pack(tensor: torch.Tensor) -> Handle:
+            key = tensor.untyped_storage()._cdata
+            storage = known.get(key)
+            if storage in dropped:
+                return Handle(self._slot(storage), View.of(tensor, storage))
+            handle = Handle(Slot(None, -1, tensor), View.of(tensor, -1))
+            if storage is None:
+                fresh.append((key, handle))
+            return handle
+
+        with saved_tensors_hooks(pack, unpack):
+            output = target(*args, **kwargs)
+        self._settle(node, fresh, _leaves(output))
+        return output
+
+    def _settle(self, node: NodeTape, fresh: list[tuple[int, Handle]], leaves: list[Any]) -> None:
+        """Say of each fresh saved tensor whether it is an output or an internal, and drop it if the plan says so."""
+        storages = {leaves[place].untyped_storage()._cdata: view.storage for place, view in node.outputs}
+        outputs = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        internal_keys = list(dict.fromkeys(key for key, _ in fresh if key not in outputs))
+        if len(internal_keys) == len(node.internals):
+            storages.update(zip(internal_keys, node.internals, strict=True))
+        else:
+            warnings.warn(
+                f"{node.name} saves {len(internal_keys)} internal tensors, {len(node.internals)} were planned; they "
+                "are kept: gradients are right, the peak may be above the budget",
+                stacklevel=2,
+            )
+        for key, handle in fresh:
+            storage = storages.get(key, -1)
+            if storage in self.table.dropped:
+                handle.slot = self._slot(storage)
+
+    def _slot(self, storage: int) -> Slot:
+        assert self._open is not None, "the forward is over"
+        slot = self._open.get(storage)
+        if slot is None:
+            slot = self._open[storage] = Slot(self, storage, None)
+            self._slots[storage] = weakref.ref(slot)
+        return slot
+
+    def close(self) -> None:
+        """End the forward: each dropped slot takes hold of what it is recomputed from; the tape lets go of all."""
+        table = self.table
+        assert self._open is not None
+        stack = [s for s in self._open if s in table.dropped]
+        seen = set(stack)
+        while stack:
+            slot = self._slot(stack.pop())
+            recipe = table.recipe_of[slot.storage]
+            assert recipe is not None
+            inputs = []
+            for storage in table.recipe_inputs[recipe]:
+                inputs.append(self._slot(storage))
+                if storage in table.dropped and storage not in seen:
+                    seen.add(storage)
+                    stack.append(storage)
+            slot.inputs = tuple(inputs)
+        self._open = None
+        self._static_versions = {j: tensor._version for j, tensor in self._statics.items()}
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def refill(self, target: Slot) -> None:
+        """Recompute the empty ``target`` and whatever empty slots it needs."""
+        with self._lock:
+            if target.tensor is None:
+                self._recompute(target)
+
+    def _recompute(self, target: Slot) -> None:
+        recipe_of, recipe_inputs = self.table.recipe_of, self.table.recipe_inputs
+        position = recipe_of[target.storage]
+        assert position is not None
+        needed, stack = {target.storage}, [target]
+        while stack:
+            for slot in stack.pop().inputs:
+                if slot.tensor is None and slot.storage not in needed:
+                    needed.add(slot.storage)
+                    stack.append(slot)
+        positions = sorted({recipe_of[s] for s in needed})  # type: ignore[type-var]
+        readers = dict.fromkeys(needed, 0)
+        for p in positions:
+            for storage in recipe_inputs[p]:  # type: ignore[index]
+                if storage in readers:
+                    readers[storage] += 1
+        on_the_way: dict[int, torch.Tensor] = {}
+        for p in positions:
+            self._run_recipe(p, target, position, readers, on_the_way)  # type: ignore[arg-type]
+
+    def _run_recipe(
+        self, p: int, target: Slot, position: int, readers: dict[int, int], on_the_way: dict[int, torch.Tensor]
+    ) -> None:
+        table = self.table
+        replay = table.replays[p]
+        assert replay is not None
+        refilled = []
+        for storage in replay.products:
+            slot = self._empty_slot(storage)
+            if slot is not None and (slot is target or position <= table.limits[storage]):
+                refilled.append(slot)
+        capture = any(slot.storage in table.internal for slot in refilled)
+        products = replay.run(self._bases(p, on_the_way), self.random_states, capture=capture)
+        for storage in replay.products:
+            if readers.get(storage, 0) > 0:
+                on_the_way[storage] = products[storage]
+        for slot in refilled:
+            slot.fill(products[slot.storage])
+        for storage in table.recipe_inputs[p]:
+            if storage in readers:
+                readers[storage] -= 1
+                if readers[storage] == 0:
+                    on_the_way.pop(storage, None)
+
+    def _empty_slot(self, storage: int) -> Slot | None:
+        """Return the slot of ``storage`` if it is empty and somebody owns it."""
+        reference = self._slots.get(storage)
+        slot = reference() if reference is not None and storage in self.table.dropped else None
+        return slot if slot is not None and slot.tensor is None else None
+
+    def _bases(self, p: int, on_the_way: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        bases = {}
+        for storage in self.table.recipe_inputs[p]:
+            if storage in on_the_way:
+                bases[storage] = on_the_way[storage]
+            else:
+                slot = self._slots[storage]()
+                assert slot is not None
+                bases[storage] = slot.get()
+        for j in self.table.recipe_statics[p]:
+            bases[j] = self._static(j)
+        return bases
+
+    def _static(self, j: int) -> torch.Tensor:
+        tensor = self._statics[j]
+        if tensor._version != self._static_versions[j]:
+            raise SavedTensorModifiedError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter, buffer or input ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; "
+                f"expected version {self._static_versions[j]} instead. Call optimizer.step() after the last backward."
+            )
+        return tensor.detach()
+
+
+class TapeOpener(torch.nn.Module):
+    """The emitted graph's ``fxmem_tape`` submodule: opens a tape for one call."""
+
+    def __init__(self, table: TapeTable, statics: tuple[int, ...]) -> None:
+        super().__init__()
+        self.table = table
+        self._statics = statics
+
+    def forward(self, *statics: torch.Tensor) -> Tape:
+        """Return a fresh tape. ``statics``: the parameters, buffers and inputs that recipes read, in planned order."""
+        if len(statics) != len(self._statics):
+            raise PlanMismatchError(f"{len(self._statics)} static tensors were planned, {len(statics)} were given")
+        return Tape(self.table, dict(zip(self._statics, statics, strict=True)))
+
+
+def taped(tape: Tape, index: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run node ``index`` of the emitted graph on the tape; return its output."""
+    return tape.run(index, target, args, kwargs)
+
+
+def close_tape(tape: Tape) -> None:
+    """End the forward of ``tape``."""
+    tape.close()
+
+
+def _leaves(output: Any) -> list[Any]:
+    return [output] if isinstance(output, torch.Tensor) else tree_leaves(output)

@@ -1,0 +1,45 @@
+"""Seconds per node: a roofline over FLOPs and bytes moved, for hardware that need not be present."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What the roofline knows of a device: peak rates (per second) and the fixed cost of one op (seconds)."""
+
+    name: str
+    flops_per_second: float
+    bytes_per_second: float
+    op_seconds: float
+
+    def seconds(self, flops: int, moved_bytes: int) -> float:
+        """Return the roofline time of one op (Williams et al. 2009): the slower of arithmetic and memory traffic."""
+        if not flops and not moved_bytes:
+            return 0.0
+        return max(flops / self.flops_per_second, moved_bytes / self.bytes_per_second) + self.op_seconds
+
+
+PRESETS = {
+    hardware.name: hardware
+    for hardware in (
+        Hardware("a100", 78e12, 1.3e12, 5e-6),
+        Hardware("h100", 250e12, 2.6e12, 4e-6),
+        Hardware("h200", 250e12, 3.8e12, 4e-6),
+        Hardware("v100", 13e12, 0.75e12, 6e-6),
+        Hardware("rtx4090", 60e12, 0.85e12, 5e-6),
+        Hardware("t4", 6e12, 0.25e12, 7e-6),
+        Hardware("cpu", 6e10, 1e10, 3e-6),
+    )
+}
+"""Sustained rates, about 80 % of the vendors' dense peak figures for fp32/TF32 work and of their memory bandwidth."""
+
+
+def hardware_for(device_type: str, device_name: str = "") -> Hardware:
+    """Return the preset whose name occurs in ``device_name``, else the one for ``device_type``."""
+    lowered = device_name.lower().replace(" ", "")
+    for name, hardware in PRESETS.items():
+        if name in lowered:
+            return hardware
+    return PRESETS["cpu" if device_type == "cpu" else "a100"]

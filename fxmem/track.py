@@ -1,0 +1,164 @@
+"""Measured memory: which bytes are alive while a block of code runs.
+
+On CPU and on fake tensors, :class:`StorageTracker` sees every tensor an op returns and counts each *storage* once from
+its first sight until it is freed. Kernels' own scratch inside one ATen op is below the dispatcher and not seen. On CUDA
+:func:`track` reads the caching allocator's counters instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Listener = Callable[[str, int, int], None]
+"""Called with ``("alloc" | "free", serial, nbytes)``; a serial names a storage for good, unlike its address."""
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts live storage bytes, peak included, while it is active.
+
+    Storages that exist before and were not announced by :meth:`hold` weigh nothing. ``live_bytes`` and ``peak_bytes``
+    are in bytes. ``on_op`` is called after each dispatched op with ``(func, args, kwargs, output)``.
+    """
+
+    def __init__(
+        self, listener: Listener | None = None, on_op: Callable[[Any, Any, Any, Any], None] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._listener = listener
+        self._on_op = on_op
+        self._serials: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._next_serial = 0
+
+    def serial(self, tensor: torch.Tensor) -> int:
+        """Return the serial of ``tensor``'s storage; a storage never seen before weighs nothing."""
+        known = self._serials.get(tensor.untyped_storage()._cdata)
+        return self._add(tensor, counted=False) if known is None else known
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Count the storages of ``tensors`` as alive from now on; return the bytes this added."""
+        before = self.live_bytes
+        for tensor in tensors:
+            if tensor.untyped_storage()._cdata not in self._serials:
+                self._add(tensor, counted=True)
+        return self.live_bytes - before
+
+    def _add(self, tensor: torch.Tensor, *, counted: bool) -> int:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes() if counted else 0
+        serial, self._next_serial = self._next_serial, self._next_serial + 1
+        self._serials[key] = serial
+        self._refs[key] = weakref.ref(storage, lambda _: self._remove(key, serial, nbytes))
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self._listener is not None:
+            self._listener("alloc", serial, nbytes)
+        return serial
+
+    def _remove(self, key: int, serial: int, nbytes: int) -> None:
+        if self._serials.get(key) == serial:
+            del self._serials[key], self._refs[key]
+        self.live_bytes -= nbytes
+        if self._listener is not None:
+            self._listener("free", serial, nbytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a fake tensor answers queries such as prim.device through dispatch
+            return func(*args, **kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if _has_storage(leaf) and leaf.untyped_storage()._cdata not in self._serials:
+                self._add(leaf, counted=False)
+        output = func(*args, **kwargs)
+        for leaf in tree_leaves(output):
+            if _has_storage(leaf) and leaf.untyped_storage()._cdata not in self._serials:
+                self._add(leaf, counted=True)
+        if self._on_op is not None:
+            self._on_op(func, args, kwargs, output)
+        return output
+
+
+def _has_storage(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+
+
+class Measurement:
+    """What :func:`track` measured; ``peak_bytes`` is final once the block has ended."""
+
+    def __init__(self) -> None:
+        self.start_bytes = 0
+        """Bytes alive at the start of the block."""
+        self.peak_bytes = 0
+        """Largest sum of live bytes during the block, ``start_bytes`` included."""
+
+
+@contextmanager
+def track(*holders: Any) -> Iterator[Measurement]:
+    """Measure the peak of allocated bytes in the body of a ``with`` statement.
+
+    ``holders``: modules, optimizers, tensors or nests of them that count as present at the start. With none, every
+    tensor alive in the process counts. On a machine whose current device is CUDA the allocator's statistics are used
+    (they count every tensor on the device, whatever ``holders`` says).
+
+    >>> with fxmem.track(model, optimizer, batch) as memory:
+    ...     step()
+    >>> memory.peak_bytes
+    """
+    measurement = Measurement()
+    present = list(tensors_of(holders)) if holders else list(_all_tensors())
+    if any(tensor.is_cuda for tensor in present):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        measurement.start_bytes = torch.cuda.memory_allocated()
+        try:
+            yield measurement
+        finally:
+            torch.cuda.synchronize()
+            measurement.peak_bytes = torch.cuda.max_memory_allocated()
+        return
+    tracker = StorageTracker()
+    measurement.start_bytes = tracker.hold(t for t in present if _has_storage(t))
+    del present
+    try:
+        with tracker:
+            yield measurement
+    finally:
+        measurement.peak_bytes = tracker.peak_bytes
+
+
+def tensors_of(holder: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that ``holder`` (a tensor, module, optimizer or a nest of them) refers to, gradients too."""
+    if isinstance(holder, torch.Tensor):
+        yield holder
+        if holder.is_leaf and holder.grad is not None:
+            yield holder.grad
+    elif isinstance(holder, torch.nn.Module):
+        for tensor in (*holder.parameters(), *holder.buffers()):
+            yield from tensors_of(tensor)
+    elif isinstance(holder, torch.optim.Optimizer):
+        for state in holder.state.values():
+            yield from tensors_of(tuple(state.values()))
+        for group in holder.param_groups:
+            yield from tensors_of(tuple(group.values()))
+    else:
+        for leaf in tree_leaves(holder):
+            if leaf is not holder:
+                yield from tensors_of(leaf)
+
+
+def _all_tensors() -> Iterator[torch.Tensor]:
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.Tensor) and not isinstance(
+            candidate, torch._subclasses.fake_tensor.FakeTensor
+        ):
+            yield candidate

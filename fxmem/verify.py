@@ -1,0 +1,79 @@
+"""Running an emitted module's whole training step on fakes: the last word on its peak before a real kernel runs.
+
+In: a callable of fake leaves, the modules whose state it uses, loss and optimizer. Out: the tracked peak in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxmem.capture import Captured, Inputs
+from fxmem.errors import VerificationError
+from fxmem.fake import FakeWorld, ScalarReads
+from fxmem.step import LossFn, OptimizerLike, run_step, warm_fake_optimizer
+from fxmem.track import StorageTracker, tensors_of
+from fxmem.types import Timeline, Verification
+
+
+def verify(
+    emitted: fx.GraphModule,
+    captured: Captured,
+    inputs: Inputs,
+    timeline: Timeline,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: OptimizerLike = None,
+) -> Verification:
+    """Run ``emitted`` on fakes and compare its peak with the plan's ``timeline``.
+
+    Errors: ``VerificationError`` if it cannot run; a differing peak is returned, not raised.
+    """
+    try:
+        peak_bytes = fake_peak_bytes(
+            lambda leaves: captured.unflatten(emitted(*leaves)), emitted, captured, inputs, loss_fn, optimizer
+        )
+    except Exception as error:
+        raise VerificationError(f"the emitted module does not run on fake tensors: {error}") from error
+    return Verification(timeline.peak_bytes, peak_bytes)
+
+
+def eager_peak_bytes(
+    model: torch.nn.Module, captured: Captured, inputs: Inputs, loss_fn: LossFn | None, optimizer: OptimizerLike
+) -> int:
+    """Return the peak of the original model's own training step, in bytes."""
+
+    def forward(leaves: list[Any]) -> Any:
+        args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
+        return model(*args, **kwargs)
+
+    return fake_peak_bytes(forward, model, captured, inputs, loss_fn, optimizer)
+
+
+def fake_peak_bytes(
+    forward: Callable[[list[Any]], Any],
+    module: torch.nn.Module,
+    captured: Captured,
+    inputs: Inputs,
+    loss_fn: LossFn | None,
+    optimizer: OptimizerLike,
+) -> int:
+    """Return the tracked peak of a training step of ``forward(fake leaves)``, whose state lies in ``module``.
+
+    Everything the captured model owns counts, whether ``forward`` uses it or not.
+    """
+    world = FakeWorld(inputs.leaves)
+    owner = captured.graph_module
+    leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
+    tracker = StorageTracker()
+    with world.active():
+        fake_optimizer = warm_fake_optimizer(optimizer, [(p, world.fake(p)) for p in owner.parameters()])
+        tracker.hold(world.fake(t) for t in (*owner.parameters(), *owner.buffers()))
+        tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
+        tracker.hold(tensors_of(fake_optimizer) if fake_optimizer is not None else ())
+        with world.state_of(module), tracker, ScalarReads():
+            run_step(lambda: forward(leaves), loss_fn, fake_optimizer, captured.autocast)
+    return tracker.peak_bytes

@@ -1,0 +1,36 @@
+"""What all tests share: one thread, a fixed seed before each test, hypothesis profiles, skipping without a GPU."""
+
+import os
+
+# Before any import of these libraries: models are built from configurations, nothing is downloaded.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import hypothesis
+import pytest
+import torch
+
+# With several threads the CPU kernels that accumulate into an index (the backward of an embedding, for one) add in
+# any order, so two eager runs differ in the last bit. Bitwise comparisons need one thread.
+torch.set_num_threads(1)
+
+# "default" tries the same examples on every run; "fuzz" (make fuzz) many, and new ones every time.
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is marked `cuda` where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "cuda" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Makes each test independent of which tests ran before it."""
+    torch.manual_seed(0)
