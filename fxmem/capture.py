@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph_module import _assign_attr
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fxmem.errors import CaptureError
-from fxmem.fake import FakeWorld
+from fxmem.fake import FakeWorld, no_value_checks
 from fxmem.replay import Autocast
 from fxmem.types import Source
 
@@ -65,7 +66,7 @@ def capture(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None = 
     """
     args, kwargs = inputs.call()
     try:
-        with autocast.enter() if autocast else nullcontext():
+        with autocast.enter() if autocast else nullcontext(), no_value_checks():
             exported = torch.export.export(model, args, kwargs, strict=False)
         module = exported.module(check_guards=False)
     except Exception as error:
@@ -74,7 +75,7 @@ def capture(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None = 
             "depends on the values in tensors, move that part out of the model or optimize the parts around it."
         ) from error
     assert module._out_spec is not None
-    captured = Captured(_flat(module), module._out_spec, autocast)
+    captured = Captured(_with_unused_state(_flat(module), model), module._out_spec, autocast)
     _check(model, captured, inputs)
     return captured
 
@@ -98,6 +99,15 @@ def _flat(module: fx.GraphModule) -> fx.GraphModule:
             env[node] = graph.node_copy(node, lambda n: env[n])
     graph.lint()
     return fx.GraphModule(module, graph, class_name="Captured")
+
+
+def _with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> fx.GraphModule:
+    """Give ``graph_module`` those parameters and buffers of ``model`` that its graph does not read: they take memory too."""
+    known = {id(t) for t in (*graph_module.parameters(), *graph_module.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in known:
+            _assign_attr(tensor, graph_module, name)
+    return graph_module
 
 
 def source_of(node: fx.Node) -> Source:

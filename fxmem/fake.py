@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 
@@ -57,7 +58,74 @@ class FakeWorld:
         """Run the body on fakes: factory calls make fakes, data-dependent scalars read as 1."""
         with ExitStack() as stack:
             stack.enter_context(self.mode)
+            stack.enter_context(TruerFakes())
+            stack.enter_context(no_value_checks())
             yield
+
+
+@contextmanager
+def no_value_checks() -> Iterator[None]:
+    """Switch off those checks in ``torch.distributions`` that look at values: on fakes there are none."""
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(before)
+
+
+class TruerFakes(TorchDispatchMode):
+    """Corrects fake kernels whose outputs differ from the real kernel's, hence in bytes (observed with torch 2.13).
+
+    On CPU the norms take a reduced-precision input beside fp32 parameters; they then keep their statistics in fp32 and
+    return gradients in the input's dtype. The backward of layer_norm returns a contiguous gradient, whatever the
+    strides of its input. The offsets that embedding_bag saves have room for one element more than they show.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "cpu":
+            return _grouped_mm(func, args, kwargs or {})
+        output = func(*args, **(kwargs or {}))
+        first_parameter = _NORMS.get(func)
+        if first_parameter is not None and args[0].device.type == "cpu":
+            parameters = [t for t in args[first_parameter : first_parameter + 2] if isinstance(t, torch.Tensor)]
+            mixed = any(t.dtype != args[0].dtype for t in parameters)
+            dtype = torch.float32 if mixed else args[0].dtype
+            return (output[0], *(_as_dtype(t, dtype) for t in output[1:]))
+        if func is torch.ops.aten.native_group_norm_backward.default and args[0].device.type == "cpu":
+            return (_as_dtype(output[0], args[1].dtype), *output[1:])
+        if func is torch.ops.aten.native_layer_norm_backward.default and output[0] is not None:
+            return (_contiguous(output[0]), *output[1:])
+        if func is torch.ops.aten._embedding_bag.default and output[1].numel() and args[0].device.type == "cpu":
+            return (output[0], output[1].new_empty(output[1].numel() + 1)[:-1], *output[2:])
+        return output
+
+
+_NORMS = {
+    torch.ops.aten.native_batch_norm.default: 1,
+    torch.ops.aten.native_layer_norm.default: 2,
+    torch.ops.aten.native_group_norm.default: 1,
+}
+"""Forward norms and the place of their first affine parameter."""
+
+
+def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Run the fake grouped matmul, which insists on bfloat16, for the dtype of its first operand."""
+    if args[0].dtype == torch.bfloat16:
+        return cast(torch.Tensor, func(*args, **kwargs))
+    as_bfloat16 = [torch.empty_like(t, dtype=torch.bfloat16) for t in args[:2]]
+    output = func(*as_bfloat16, *args[2:], **kwargs)
+    return torch.empty_like(output, dtype=kwargs.get("out_dtype") or args[0].dtype)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if tensor is None or tensor.dtype == dtype:
+        return tensor
+    return torch.empty_like(tensor, dtype=dtype)
 
 
 class ScalarReads(TorchFunctionMode):

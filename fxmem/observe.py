@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ from fxmem.capture import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld, ScalarReads
 from fxmem.replay import View
-from fxmem.step import LossFn, OptimizerLike, run_step, warm_fake_optimizer
-from fxmem.track import StorageTracker, tensors_of
+from fxmem.step import LossFn, OptimizerLike, default_loss, run_step, warm_fake_optimizer
+from fxmem.track import StorageTracker, has_storage, tensors_of
 from fxmem.types import Phase, StaticBytes
 
 
@@ -72,7 +72,7 @@ class Observation:
     """Storages of the graph's outputs."""
     static: StaticBytes
     cached_until: dict[int, int]
-    """Storages that something beside autograd (autocast's cache) keeps alive: serial -> last node index, or num_nodes."""
+    """Under autocast: the node (num_nodes: the loss) at whose end a storage would die if autograd saved nothing."""
     devices: dict[int, torch.device]
     """By storage serial."""
     backward_flops: int
@@ -86,8 +86,43 @@ def observe(
 
     Errors: ``ProfileError`` naming the node that cannot run on fakes.
     """
-    observer = _Observer(captured, inputs, world)
-    return observer.run(loss_fn, optimizer)
+    observation = _Observer(captured, inputs, world).run(loss_fn, optimizer)
+    if captured.autocast is not None:
+        _note_cached(observation, _Observer(captured, inputs, FakeWorld(inputs.leaves), discard=True), loss_fn)
+    return observation
+
+
+def _note_cached(observation: Observation, dry: _Observer, loss_fn: LossFn | None) -> None:
+    """Find internals that outlive their node though autograd holds nothing: those lie in autocast's cache.
+
+    ``dry`` runs forward and loss with saved tensors discarded; its allocations are those of ``observation`` in order.
+    """
+    dry.run_forward(loss_fn)
+    died_in: dict[int, int] = {}
+    window = -1
+    for event in dry.events:
+        if event.kind == "begin":
+            window = event.key
+        elif event.kind == "phase":
+            window = len(observation.nodes) if event.phase is not Phase.FORWARD else window
+        elif event.kind == "free":
+            died_in[event.key] = window
+    for seen, again in zip(_allocations(observation.events), _allocations(dry.events), strict=True):
+        for serial, twin in zip(seen, again, strict=True):
+            observation.cached_until[serial] = died_in.get(twin, len(observation.nodes))
+
+
+def _allocations(events: list[Event]) -> list[list[int]]:
+    """Return, for each node, the serials of what was allocated while it ran."""
+    result: list[list[int]] = []
+    inside = False
+    for event in events:
+        if event.kind == "begin":
+            result.append([])
+        inside = event.kind == "begin" or (inside and event.kind != "end")
+        if inside and event.kind == "alloc" and event.nbytes:
+            result[-1].append(event.key)
+    return result
 
 
 class _Saved:
@@ -105,8 +140,8 @@ class _Saved:
 
 
 class _Observer:
-    def __init__(self, captured: Captured, inputs: Inputs, world: FakeWorld) -> None:
-        self.captured, self.inputs, self.world = captured, inputs, world
+    def __init__(self, captured: Captured, inputs: Inputs, world: FakeWorld, *, discard: bool = False) -> None:
+        self.captured, self.inputs, self.world, self.discard = captured, inputs, world, discard
         self.graph_module = captured.graph_module
         self.events: list[Event] = []
         self.tracker = StorageTracker(self._note_storage, self._note_op)
@@ -137,7 +172,9 @@ class _Observer:
             self.backward_work[0] += flops
             self.backward_work[1] += moved_bytes
 
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
+    def _pack(self, tensor: torch.Tensor) -> _Saved | None:
+        if self.discard:
+            return None
         saved = _Saved(self, tensor)
         if self.current is not None:
             self.current.saves.append(saved.serial)
@@ -183,6 +220,18 @@ class _Observer:
             self.backward_work[0],
             self.backward_work[1],
         )
+
+    def run_forward(self, loss_fn: LossFn | None) -> None:
+        """Run forward and loss only."""
+        fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
+        with self.world.active():
+            self._hold_statics(fakes, None)
+            context = self.captured.autocast.enter() if self.captured.autocast else nullcontext()
+            with self.tracker, context:
+                self._phase(Phase.FORWARD)
+                output = self.captured.unflatten(self._forward(fakes))
+                self._phase(Phase.LOSS)
+                (loss_fn or default_loss)(output)
 
     def _hold_statics(self, fakes: list[Any], optimizer: torch.optim.Optimizer | None) -> StaticBytes:
         hold, fake = self.tracker.hold, self.world.fake
@@ -300,8 +349,8 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 def _work(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
     """Return (FLOPs, bytes moved) of one dispatched op; views do neither."""
-    results = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-    operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    results = [t for t in tree_leaves(output) if has_storage(t)]
+    operands = [t for t in tree_leaves((args, kwargs)) if has_storage(t)]
     flops = 0
     count = flop_registry.get(func._overloadpacket)
     if count is not None:

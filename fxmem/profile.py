@@ -267,7 +267,7 @@ class _Builder:
         for place, view in node.outputs:
             if self._place(view.storage) in own and view.storage not in [v.storage for _, v in outputs]:
                 outputs.append((place, view))
-        created = [self.index[s] for s in dict.fromkeys(node.saves) if s in self.index and s in node.creates]
+        created = {self.index[s] for s in node.creates if s in self.index}
         return NodeReplay(
             index=k,
             name=node.node.name,
@@ -277,7 +277,7 @@ class _Builder:
             spec=node.spec,
             writes=frozenset(i for s in node.writes if (i := self._place(s)) is not None),
             outputs=tuple((place, self._view(view)) for place, view in outputs),
-            internals=tuple(i for i in created if self._is_internal(self.managed[i])),
+            internals=tuple(i if i in created else -1 for i in self._internals(node)),
             random=node.random,
         )
 
@@ -444,9 +444,12 @@ def _with_ends(
     """Fill in ``lets_go``: after which tick nothing but autograd refers to a storage."""
     end = len(ticks) - 1
     lets_go = {s: forward_tick[node.index] for node in seen.nodes for s in node.lets_go}
-    for node in seen.nodes:  # internals: nothing but autograd ever refers to them
+    loss_tick = max(
+        (t for t, tick in enumerate(ticks) if tick.phase is Phase.LOSS), default=forward_tick[len(seen.nodes) - 1]
+    )
+    for node in seen.nodes:  # internals: nothing but autograd, and perhaps autocast's cache, ever refers to them
         for s in node.creates:
-            lets_go.setdefault(s, forward_tick[node.index])
+            lets_go.setdefault(s, forward_tick.get(seen.cached_until.get(s, node.index), loss_tick))
     for s in seen.outputs:
         lets_go[s] = end
     released = {i: t for t, tick in enumerate(ticks) for i in tick.releases}

@@ -60,8 +60,7 @@ class View:
         """Return the tensor of this geometry on ``base``'s storage, cut off from autograd."""
         if base.dtype == self.dtype and not (self.conj or self.neg or base.is_conj() or base.is_neg()):
             return torch.as_strided(base, self.size, self.stride, self.offset)
-        tensor = torch.empty(0, dtype=self.dtype, device=base.device)
-        tensor.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+        tensor = torch.as_strided(_elements(base, self.dtype), self.size, self.stride, self.offset)
         tensor = torch._conj(tensor) if self.conj else tensor
         return torch._neg_view(tensor) if self.neg else tensor
 
@@ -73,6 +72,15 @@ class View:
         return stride == self.stride or all(
             n <= 1 or a == b for n, a, b in zip(self.size, stride, self.stride, strict=True)
         )
+
+
+def _elements(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``base``'s whole storage as a vector of ``dtype``, neither conjugate nor negative."""
+    base = torch._conj(base) if base.is_conj() else base
+    base = torch._neg_view(base) if base.is_neg() else base
+    nbytes = base.untyped_storage().nbytes()
+    count = nbytes - nbytes % max(base.itemsize, dtype.itemsize)
+    return torch.as_strided(base, (count // base.itemsize,), (1,), 0).view(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,8 @@ class NodeReplay:
     outputs: tuple[tuple[int, View], ...]
     """(place among the output's leaves, geometry) of those outputs whose storage is a product or is written here."""
     internals: tuple[int, ...]
-    """Storages of its fresh internals, in the order in which autograd saves them first."""
+    """Storages of its fresh internals, in the order in which autograd saves them first; -1 for one that an earlier node
+    made (a cast weight in autocast's cache) and a re-run makes anew."""
     random: bool
 
     def run(self, bases: dict[int, torch.Tensor], *, capture: bool) -> None:
@@ -136,7 +145,7 @@ class NodeReplay:
                     f"{self.name} was planned with {len(self.internals)} internal saved tensors, "
                     f"its re-run made {len(fresh)}: the model or its device changed after planning"
                 )
-            bases.update(zip(self.internals, fresh.values(), strict=True))
+            bases.update((s, t) for s, t in zip(self.internals, fresh.values(), strict=True) if s >= 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,7 @@ class Tape:
         with saved_tensors_hooks(pack, unpack):
             output = target(*args, **kwargs)
         self._settle(node, fresh, _leaves(output))
+        fresh.clear()  # autograd keeps the pack hook, and with it this list, as long as any tensor saved here
         return output
 
     def _settle(self, node: NodeTape, fresh: list[tuple[int, Handle]], leaves: list[Any]) -> None:
@@ -235,24 +236,32 @@ class Tape:
                 self._recompute(target)
 
     def _recompute(self, target: Slot) -> None:
-        recipe_of, recipe_inputs = self.table.recipe_of, self.table.recipe_inputs
-        position = recipe_of[target.storage]
+        position = self.table.recipe_of[target.storage]
         assert position is not None
+        positions, readers = self._needed(target)
+        on_the_way: dict[int, torch.Tensor] = {}
+        for p in positions:
+            self._run_recipe(p, target, position, readers, on_the_way)
+
+    def _needed(self, target: Slot) -> tuple[list[int], dict[int, int]]:
+        """Return the recipes to run, in order, and for each storage they refill, how many of them read it.
+
+        A function of its own, so that no local variable owns a slot while the recipes run.
+        """
+        recipe_of, recipe_inputs = self.table.recipe_of, self.table.recipe_inputs
         needed, stack = {target.storage}, [target]
         while stack:
             for slot in stack.pop().inputs:
                 if slot.tensor is None and slot.storage not in needed:
                     needed.add(slot.storage)
                     stack.append(slot)
-        positions = sorted({recipe_of[s] for s in needed})  # type: ignore[type-var]
+        positions = sorted({p for s in needed if (p := recipe_of[s]) is not None})
         readers = dict.fromkeys(needed, 0)
         for p in positions:
-            for storage in recipe_inputs[p]:  # type: ignore[index]
+            for storage in recipe_inputs[p]:
                 if storage in readers:
                     readers[storage] += 1
-        on_the_way: dict[int, torch.Tensor] = {}
-        for p in positions:
-            self._run_recipe(p, target, position, readers, on_the_way)  # type: ignore[arg-type]
+        return positions, readers
 
     def _run_recipe(
         self, p: int, target: Slot, position: int, readers: dict[int, int], on_the_way: dict[int, torch.Tensor]

@@ -66,11 +66,10 @@ def check_optimizer(optimizer: OptimizerLike) -> None:
     """Raise ``InputError`` if ``optimizer`` names none."""
     if isinstance(optimizer, str):
         _class_named(optimizer)
-    elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-            raise InputError(
-                f"optimizer must be a torch.optim.Optimizer, its class, its name or None, not {optimizer!r}"
-            )
+        return
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer must be a torch.optim.Optimizer, its class, its name or None, not {optimizer!r}")
 
 
 def warm_fake_optimizer(

@@ -77,18 +77,19 @@ class StorageTracker(TorchDispatchMode):
         if func.namespace == "prim":  # a fake tensor answers queries such as prim.device through dispatch
             return func(*args, **kwargs)
         for leaf in tree_leaves((args, kwargs)):
-            if _has_storage(leaf) and leaf.untyped_storage()._cdata not in self._serials:
+            if has_storage(leaf) and leaf.untyped_storage()._cdata not in self._serials:
                 self._add(leaf, counted=False)
         output = func(*args, **kwargs)
         for leaf in tree_leaves(output):
-            if _has_storage(leaf) and leaf.untyped_storage()._cdata not in self._serials:
+            if has_storage(leaf) and leaf.untyped_storage()._cdata not in self._serials:
                 self._add(leaf, counted=True)
         if self._on_op is not None:
             self._on_op(func, args, kwargs, output)
         return output
 
 
-def _has_storage(leaf: object) -> bool:
+def has_storage(leaf: object) -> bool:
+    """True for tensors whose bytes can be counted: dense ones; a sparse tensor's parts are counted as they are made."""
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
 
 
@@ -127,7 +128,7 @@ def track(*holders: Any) -> Iterator[Measurement]:
             measurement.peak_bytes = torch.cuda.max_memory_allocated()
         return
     tracker = StorageTracker()
-    measurement.start_bytes = tracker.hold(t for t in present if _has_storage(t))
+    measurement.start_bytes = tracker.hold(t for t in present if has_storage(t))
     del present
     try:
         with tracker:

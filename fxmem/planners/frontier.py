@@ -9,8 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from fxmem.simulate import Run, Tables, simulate
+from fxmem.simulate import Run, Tables, simulate, tables_of
 from fxmem.types import FrontierPoint, GraphProfile, Plan
+
+
+MOST_RERUNS = 30
+"""A plan that reruns the graph's recipes more often than this, on average, is given up."""
+TICKS_AT_ONCE = 32
 
 
 class Clock:
@@ -39,20 +44,33 @@ def judge_all(
     profile: GraphProfile, planner: str, candidates: Iterable[tuple[int, ...]], clock: Clock
 ) -> tuple[FrontierPoint, ...]:
     """Return the Pareto set of the candidates judged before the clock is over; the first is always judged."""
-    points: dict[tuple[int, ...], FrontierPoint] = {}
+    tables = tables_of(profile)
+    seen: set[tuple[int, ...]] = set()
+    points: list[FrontierPoint] = []
     for limits in candidates:
-        if limits not in points:
-            points[limits] = judge(profile, planner, limits)
+        if limits not in seen:
+            seen.add(limits)
+            run = live(tables, limits)
+            if run is not None:
+                plan = Plan(planner, limits)
+                points.append(FrontierPoint(plan, run.peak_bytes, run.recompute_seconds))
         if clock.over:
             break
-    return pareto(points.values())
+    return pareto(points)
 
 
-def score(tables: Tables, limits: Sequence[int]) -> tuple[int, float]:
-    """Return peak bytes and recompute seconds of retain limits known to fit: :func:`judge` without the checks."""
+def live(tables: Tables, limits: Sequence[int]) -> Run | None:
+    """Return the finished run of limits known to fit; None if it reruns recipes again and again.
+
+    Late refills of long runs cost time quadratic in their length, to simulate as to train with.
+    """
     run = Run(tables, limits)
-    run.advance(tables.ticks)
-    return run.peak_bytes, run.recompute_seconds
+    most_recomputed = MOST_RERUNS * len(tables.inputs) + 1_000
+    for first in range(0, len(tables.ticks), TICKS_AT_ONCE):
+        run.advance(tables.ticks[first : first + TICKS_AT_ONCE], first)
+        if run.num_recomputed > most_recomputed:
+            return None
+    return run
 
 
 def pareto(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:

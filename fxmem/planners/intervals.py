@@ -32,7 +32,7 @@ LIST_CAP = 400
 """Longest Pareto list of the dynamic program."""
 NUM_JUDGED = 96
 """Combinations of one set of cuts that are judged on the whole step."""
-NUM_TRIALS = 60
+NUM_TRIALS = 40
 """Judgements spent on one part's options."""
 
 
@@ -52,12 +52,21 @@ def _candidates(profile: GraphProfile, clock: Clock) -> Iterator[tuple[int, ...]
             yield limits_of(profile, program.options(index))
 
 
-def thinnings(spans: Spans) -> list[tuple[list[int], int]]:
-    """Return sets of possible cuts, each with the largest number of cells in a part."""
+def thinnings(spans: Spans) -> Iterator[tuple[list[int], int]]:
+    """Yield sets of possible cuts, each with the largest number of cells in a part; fewer on longer graphs."""
+    num_positions = spans.num_positions
     allowed = local_minima(spans)
-    if spans.num_positions <= 600:
-        return [(thin(spans, allowed, 24), 8), (thin(spans, allowed, 8), 8)]
-    return [(thin(spans, allowed, round(2 * spans.num_positions**0.5)), 4)]
+    sizes = [(max(24, round(2 * num_positions**0.5)), 4 if num_positions <= 1000 else 3)]
+    if num_positions <= 250:
+        sizes.append((14, 4))
+    if num_positions <= 150:
+        sizes += [(8, 3), (4, 4)]
+    known = set()
+    for num_cells, reach in sizes:
+        cuts = thin(spans, allowed, num_cells)
+        if tuple(cuts) not in known:
+            known.add(tuple(cuts))
+            yield cuts, reach
 
 
 def thin(spans: Spans, allowed: list[int], num_cells: int) -> list[int]:

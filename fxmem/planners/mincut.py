@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ MAX_CHOICES = 96
 SOURCE, SINK = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Choice:
     """One point of a menu."""
 
@@ -89,18 +90,27 @@ def menu(
     choices = [network.nothing(), network.solve(network.highest_price)]
     if choices[1].seconds <= 0.0 and choices[1].kept_weight >= choices[0].kept_weight:
         return choices[:1]
-    gaps = [(choices[0], choices[1])]
-    while gaps and len(choices) < max_choices and not (clock and clock.over):
-        left, right = gaps.pop(0)
+    gaps = [_gap(choices[0], choices[1])]
+    num_solved = 1
+    while gaps and num_solved < max_choices and not (clock and clock.over):
+        *_, left, right = heappop(gaps)
         if right.seconds <= left.seconds or left.kept_weight <= right.kept_weight:
             continue
         price = (right.seconds - left.seconds) / (left.kept_weight - right.kept_weight)
         between = network.solve(price)
+        num_solved += 1
         best = left.seconds + price * left.kept_weight
         if between.seconds + price * between.kept_weight < best * (1 - 1e-7):
             choices.append(between)
-            gaps += [(left, between), (between, right)]
+            heappush(gaps, _gap(left, between))
+            heappush(gaps, _gap(between, right))
     return sorted(choices, key=lambda c: (-c.kept_weight, c.seconds))
+
+
+def _gap(left: Choice, right: Choice) -> tuple[float, float, Choice, Choice]:
+    """Ranked by the area in which a choice between the two may lie, widest first."""
+    area = (left.kept_weight - right.kept_weight) * (right.seconds - left.seconds)
+    return (-area, left.seconds, left, right)
 
 
 class _Network:

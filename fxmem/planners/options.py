@@ -16,6 +16,11 @@ from fxmem.simulate import NO_RECIPE, Run
 from fxmem.types import KEEP
 
 Limits = tuple[int, ...]
+MOST_RERUNS = 3
+"""An option that reruns the part's recipes more often than this, on average, is given up."""
+ROWS_AT_ONCE = 16
+MAX_CHOICES = 24
+"""Prices tried for one part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +37,23 @@ class Option:
     seconds: float
 
 
-def judge_option(part: Part, limits: Limits) -> Option:
-    """Return what ``limits`` (of all local storages) brings."""
+def judge_option(part: Part, limits: Limits) -> Option | None:
+    """Return what ``limits`` (of all local storages) brings; None if it reruns recipes again and again."""
     run = Run(part.tables, limits)
     run.advance(part.forward)
     forward_bytes, kept_bytes = run.peak_bytes, run.managed_bytes
     run.peak_bytes = -1
-    run.advance(part.backward)
+    most_reruns = MOST_RERUNS * len(part.tables.inputs) + 20
+    for first in range(0, len(part.backward), ROWS_AT_ONCE):
+        run.advance(part.backward[first : first + ROWS_AT_ONCE])
+        if run.num_recomputed > most_reruns:
+            return None
     return Option(limits, forward_bytes, run.peak_bytes, kept_bytes, run.recompute_seconds)
 
 
 def options_of(part: Part, *, num_trials: int) -> list[Option]:
     """Return the part's Pareto set over (peak, kept bytes, seconds), after at most ``num_trials`` judgements."""
-    options = {limits: judge_option(part, limits) for limits in _seeds(part)}
+    options: dict[Limits, Option | None] = {limits: judge_option(part, limits) for limits in _seeds(part)}
     front = _pareto(part, options)
     tried: set[Limits] = set()
     while len(options) < num_trials:
@@ -69,7 +78,7 @@ def _seeds(part: Part) -> Iterator[Limits]:
     for num_inner in (2, 3, 4):
         if num_positions >= 2 * num_inner:
             fences.append([_inner_end(p, num_positions, num_inner) for p in range(num_positions)])
-    for choice in menu(part.tables, weights=part.weights):
+    for choice in menu(part.tables, weights=part.weights, max_choices=MAX_CHOICES):
         for fence in fences:
             yield _limits(part, choice, fence)
 
@@ -95,7 +104,7 @@ def _neighbours(part: Part, limits: Limits) -> Iterator[Limits]:
                 yield (*limits[:s], limit, *limits[s + 1 :])
 
 
-def _pareto(part: Part, options: dict[Limits, Option]) -> list[Option]:
+def _pareto(part: Part, options: dict[Limits, Option | None]) -> list[Option]:
     """Options that no other beats in peak, kept bytes and seconds at once."""
 
     def peak(option: Option) -> int:
@@ -104,7 +113,7 @@ def _pareto(part: Part, options: dict[Limits, Option]) -> list[Option]:
         )
 
     front: list[tuple[int, Option]] = []
-    ordered = sorted(options.values(), key=lambda o: (o.seconds, o.kept_bytes, peak(o), o.limits))
+    ordered = sorted(filter(None, options.values()), key=lambda o: (o.seconds, o.kept_bytes, peak(o), o.limits))
     for option in ordered:
         own_peak = peak(option)
         if not any(p <= own_peak and o.kept_bytes <= option.kept_bytes for p, o in front):

@@ -95,6 +95,7 @@ class Parter:
         self.forward_ticks: dict[int, list[int]] = defaultdict(list)
         self.backward_range: dict[int, tuple[int, int]] = {}
         self.outside_bytes = 0
+        self.loss_tick = next((n for n, t in enumerate(self.profile.ticks) if t.phase is not Phase.FORWARD), 0)
         for number, tick in enumerate(self.profile.ticks):
             cell = self._cell(position[tick.node]) if tick.node is not None else None
             if cell is None:
@@ -122,8 +123,9 @@ class Parter:
         tables = self._tables(start, end, inside, leaving, read, local)
         taken_out = self._alive_bytes(s for s in inside if self.in_base[s])
         rows = _Rows(self, {s: local[s] for s in own}, self.start_bytes - taken_out, self.peak_bytes - taken_out)
-        forward_rows = rows.forward([t for cell in cells for t in self.forward_ticks[cell]])
-        backward_rows = rows.backward(backward, {local[s]: tick for s, tick in late.items()})
+        early = tuple(local[s] for s, tick in late.items() if tick < self.loss_tick)
+        forward_rows = rows.forward([t for cell in cells for t in self.forward_ticks[cell]], early)
+        backward_rows = rows.backward(backward, {local[s]: t for s, t in late.items() if t >= self.loss_tick})
         weights = (
             *(float(storages[s].nbytes) for s in inside),
             *(0.0 for _ in leaving),
@@ -194,14 +196,18 @@ class _Rows:
             tuple(own[s] for s in tick.releases if s in own),
         )
 
-    def forward(self, numbers: list[int]) -> list[TickRow]:
-        """What the forward lets go of in later parts goes at the end of this one."""
+    def forward(self, numbers: list[int], early: tuple[int, ...]) -> list[TickRow]:
+        """What the forward lets go of in later parts goes at the end of this one.
+
+        ``early``: boundaries this part only reads and that forward alone holds; if empty slots of this part hold them,
+        they are created, for these alone, at the end.
+        """
         rows = [self._row(number) for number in numbers]
         gone = {s for row in rows for s in row[4]}
         later = tuple(s for s in self.own.values() if s not in gone)
-        if rows and later:
+        if rows and (later or early):
             _, start, *_ = rows[-1]
-            rows.append(((), start, start, (), later, ()))
+            rows.append(((), start, start, early, later + early, ()))
         self.held = set(later)
         return rows
 

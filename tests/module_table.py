@@ -1,0 +1,117 @@
+"""Every torch.nn module with torch's own sample inputs, trained under plans: passed, refused and why, or wrong.
+
+What goes in: ``torch.testing._internal.common_modules.module_db``. What comes out: an `Outcome` per module that eager can
+train on CPU. `python -m tests.module_table` prints the table.
+"""
+
+import contextlib
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.common_modules import ModuleInfo, module_db
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import fxmem
+from fxmem.simulate import drop_all
+from tests.exactness import check, on_the_way, tightest
+
+NUM_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``verdict``: passed, refused, wrong, or untrainable (eager itself cannot, or has nothing to train)."""
+
+    name: str
+    verdict: str
+    why: str = ""
+
+
+class Wrapped(nn.Module):
+    """A scale, the module under test, a nonlinear op: values on both sides of it may be dropped."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.scale = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.module(*(self._scaled(a) for a in args), **kwargs)
+        return tree_map_only(Tensor, lambda t: t.sin() if t.is_floating_point() or t.is_complex() else t, output)
+
+    def _scaled(self, value: Any) -> Any:
+        plain = isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided
+        return (value * self.scale).cos() + value if plain else value
+
+
+def infos() -> dict[str, ModuleInfo]:
+    """The modules of torch's database by name, one entry for each class."""
+    return {info.name: info for info in module_db}
+
+
+def samples(info: ModuleInfo) -> Iterator[tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]]:
+    """Yield (build, args, kwargs) of the samples that eager can train."""
+    inputs = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=True)
+    for sample in inputs:
+        made, call = sample.constructor_input, sample.forward_input
+        if call is None:
+            continue
+
+        def build(made: Any = made) -> nn.Module:
+            return Wrapped(info.module_cls(*made.args, **made.kwargs)).train()
+
+        args, kwargs = tree_map_only(Tensor, _leaf, (tuple(call.args), dict(call.kwargs)))
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            loss = _loss(build()(*tree_map_only(Tensor, _leaf, args), **kwargs))
+            loss.backward()
+            yield build, args, kwargs
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _loss(output: Any) -> Tensor:
+    """The sum of all there is to differentiate, real and imaginary parts alike."""
+    parts = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    real = [torch.view_as_real(t).sum() if t.is_complex() else t.sum() for t in parts]
+    return torch.stack([t.double() for t in real]).sum()
+
+
+def outcome(info: ModuleInfo) -> Outcome:
+    """Train the first samples of one module under the tightest and other plans."""
+    num_samples = 0
+    for build, args, kwargs in samples(info):
+        try:
+            check(build, *args, kwargs=kwargs, loss=_loss, plans=(drop_all, on_the_way, tightest))
+        except fxmem.FxMemError as error:
+            return Outcome(info.name, "refused", " ".join(f"{type(error).__name__}: {error}".split()))
+        except Exception as error:
+            return Outcome(info.name, "wrong", " ".join(f"{type(error).__name__}: {error}".split()))
+        num_samples += 1
+        if num_samples == NUM_SAMPLES:
+            break
+    return Outcome(info.name, "passed" if num_samples else "untrainable")
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    outcomes = []
+    for name, info in infos().items():
+        outcomes.append(outcome(info))
+        print(f"{name:40} {outcomes[-1].verdict:12} {outcomes[-1].why[:400]}", flush=True)
+    counts = Counter(o.verdict for o in outcomes)
+    print(", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items())))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,524 @@
+"""Models written to break a compiler: each trains to the eager bits under every plan, or is refused by name."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxmem
+from tests.exactness import check
+
+WIDTH = 8
+
+
+class Model(nn.Module):
+    """Two linear layers around ``body(model, hidden)``, with some spare parameters and buffers for it to use."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Any], *modules: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.parts = nn.ModuleList(modules)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.body(self, self.first(x).tanh())
+        return self.last(hidden.sin()) if isinstance(hidden, Tensor) and hidden.shape[-1:] == (WIDTH,) else hidden
+
+
+def batch(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (4, WIDTH)), generator=torch.Generator().manual_seed(3))
+
+
+Body = Callable[[Any, Tensor], Any]
+
+
+def model_of(body: Body, *makers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Model(body, *(make() for make in makers))
+
+    return build
+
+
+# -- the user's own in-place ops, views and aliases --------------------------------------------------------------------
+
+
+def relu_in_place(m: Any, x: Tensor) -> Tensor:
+    return torch.relu_(x * m.scale)
+
+
+def in_place_on_saved_clone(m: Any, x: Tensor) -> Tensor:
+    y = x.exp()
+    return y * y.clone().mul_(m.scale).add_(1)
+
+
+def augmented_assignment(m: Any, x: Tensor) -> Tensor:
+    y = x * m.scale
+    y += x
+    y *= 2
+    y -= m.mean
+    return y
+
+
+def assign_a_column(m: Any, x: Tensor) -> Tensor:
+    y = x * m.scale
+    y[:, 0] = x[:, 1] * 2
+    y[:, 2:4] = 0.5
+    return y
+
+
+def assign_by_mask(m: Any, x: Tensor) -> Tensor:
+    y = x * m.scale
+    y[x > 0] = 0.25
+    return y
+
+
+def assign_rows_into_zeros(m: Any, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for i in range(x.shape[0]):
+        out[i] = (x[i] * m.scale).tanh()
+    return out
+
+
+def in_place_on_a_view(m: Any, x: Tensor) -> Tensor:
+    y = x * m.scale
+    y.view(2, 2, WIDTH)[0].mul_(3)
+    y.t()[1].add_(x[:, 0])
+    return y
+
+
+def in_place_after_a_view_was_taken(m: Any, x: Tensor) -> Tensor:
+    y = x * m.scale
+    head = y[:, :4]
+    y.mul_(2)
+    return torch.cat([head, y[:, 4:]], 1) * y
+
+
+def in_place_interleaved(m: Any, x: Tensor) -> Tensor:
+    a, b = x * 2, x * 3
+    a.add_(b)
+    b.add_(a)
+    a.mul_(b.detach())
+    return a + b
+
+
+def scatter_and_index_add(m: Any, x: Tensor) -> Tensor:
+    index = torch.tensor([0, 2, 1, 3])
+    y = torch.zeros_like(x).index_add_(0, index, x * m.scale)
+    return y.scatter_add(0, index[:, None].expand(4, WIDTH), x) + y.index_select(0, index)
+
+
+def masked_fill_and_where(m: Any, x: Tensor) -> Tensor:
+    y = (x * m.scale).masked_fill_(x > 0.3, -1.0)
+    return torch.where(y > -1, y.exp(), y)
+
+
+def fill_and_zero_and_copy(m: Any, x: Tensor) -> Tensor:
+    y = torch.empty_like(x).fill_(2.0)
+    z = torch.empty_like(x).copy_(x * m.scale)
+    return z * y + x.clone().zero_()
+
+
+def views_of_views(m: Any, x: Tensor) -> Tensor:
+    y = (x * m.scale).view(2, 2, WIDTH).transpose(0, 1)[:, :, ::2].unsqueeze(-1).expand(2, 2, 4, 2)
+    return y.reshape(4, WIDTH).exp()
+
+
+def expand_and_broadcast(m: Any, x: Tensor) -> Tensor:
+    wide = x[:, :1].exp().expand(4, WIDTH)
+    return wide * x + m.scale.expand(4, WIDTH).sigmoid()
+
+
+def split_chunk_unbind(m: Any, x: Tensor) -> Tensor:
+    a, b = x.exp().split([3, 5], 1)
+    c, d = (x * m.scale).chunk(2, 0)
+    rows = x.tanh().unbind(0)
+    return torch.cat([a, b], 1) * torch.stack(rows) + torch.cat([d, c])
+
+
+def unsafe_splits(m: Any, x: Tensor) -> Tensor:
+    a, b = torch.unsafe_chunk(x * m.scale, 2, 1)
+    return torch.cat([a.sigmoid() * b.tanh(), b.exp()], 1)
+
+
+def complex_numbers(m: Any, x: Tensor) -> Tensor:
+    z = torch.complex(x, x * m.scale)
+    spectrum = torch.fft.fft(z.exp()) * torch.polar(m.scale, x)
+    return torch.fft.ifft(spectrum.conj()).abs() + torch.view_as_real(z * z.conj()).sum(-1) + spectrum.imag
+
+
+def real_fft(m: Any, x: Tensor) -> Tensor:
+    return torch.fft.irfft(torch.fft.rfft(x * m.scale) * 2j, n=WIDTH)
+
+
+def negative_and_conj_views(m: Any, x: Tensor) -> Tensor:
+    z = torch.view_as_complex(torch.stack([x, x * m.scale], -1))
+    return (z.conj().imag * z.real).exp() + z.mH.resolve_conj().real.t()
+
+
+def strided_and_as_strided(m: Any, x: Tensor) -> Tensor:
+    y = (x * m.scale).t().contiguous().t()
+    return torch.as_strided(y.exp(), (4, WIDTH), (1, 4)) * y[:, torch.arange(WIDTH)].flip(0)
+
+
+def overlapping_windows(m: Any, x: Tensor) -> Tensor:
+    return (x * m.scale).unfold(1, 3, 1).exp().sum(-1).repeat(1, 2)[:, :WIDTH]
+
+
+def channels_last(m: Any, x: Tensor) -> Tensor:
+    y = m.parts[0](x.view(1, 4, 2, 4).contiguous(memory_format=torch.channels_last))
+    return y.relu().permute(0, 2, 3, 1).reshape(4, WIDTH)
+
+
+def one_value_saved_by_many(m: Any, x: Tensor) -> Tensor:
+    y = x.exp()
+    return y * y + y.sin() + y.pow(3) + F.linear(y, m.last.weight) + torch.outer(y[0], y[1])[:4]
+
+
+def zero_sized(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([x[:0].exp(), x * m.scale], 0) + x[:, :0].exp().sum()
+
+
+def scalars_and_zero_dim(m: Any, x: Tensor) -> Tensor:
+    return x * x.mean().exp() + m.scale.sum() * x.norm() + x.std()
+
+
+def detached_branch(m: Any, x: Tensor) -> Tensor:
+    return x * x.exp().detach() + x.detach() * m.scale
+
+
+def no_grad_inside(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        weights = (x * m.scale).softmax(-1)
+        m.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return weights * x + m.mean
+
+
+def grad_reenabled_inside(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = x * 2
+        with torch.enable_grad():
+            z = (x * m.scale).exp()
+    return z * y
+
+
+# -- integer and boolean paths, sorting, dtypes ------------------------------------------------------------------------
+
+
+def integer_and_bool_paths(m: Any, x: Tensor) -> Tensor:
+    order = x.argsort(1)
+    positive = (x > 0) & (x < 1) | x.isnan()
+    kinds = positive.long().cumsum(1).remainder(3)
+    return x.gather(1, order) * positive + m.scale[kinds] * F.one_hot(kinds, 3).sum(-1)
+
+
+def sort_topk_cummax(m: Any, x: Tensor) -> Tensor:
+    values, _ = x.sort(1)
+    top, where = (x * m.scale).topk(4, 1)
+    running, _ = x.cummax(1)
+    best, _ = x.max(1, keepdim=True)
+    return values + running * best + torch.zeros_like(x).scatter(1, where, top) + x.median(1, keepdim=True)[0]
+
+
+def half_and_double(m: Any, x: Tensor) -> Tensor:
+    y = (x.double() * m.scale).exp().float()
+    return y + (x.bfloat16() @ m.first.weight.bfloat16()).float().tanh() + x.half().sigmoid().float()
+
+
+def einsum_and_matmuls(m: Any, x: Tensor) -> Tensor:
+    y = torch.einsum("bi,bj->bij", x, x * m.scale)
+    return torch.bmm(y, y.mT).sum(1).tanh() + torch.baddbmm(y, y, y)[:, 0] + torch.addmm(m.scale, x, m.first.weight)
+
+
+def linear_algebra(m: Any, x: Tensor) -> Tensor:
+    square = x.mT @ x + 3 * torch.eye(WIDTH)
+    return torch.linalg.solve(square, x.mT).mT + torch.linalg.cholesky(square)[:4] + torch.logdet(square)
+
+
+# -- randomness --------------------------------------------------------------------------------------------------------
+
+
+def dropouts(m: Any, x: Tensor) -> Tensor:
+    y = F.dropout(x * m.scale, 0.3).exp()
+    y = F.alpha_dropout(y, 0.2, training=True) + F.feature_alpha_dropout(y, 0.2, training=True)
+    return F.dropout1d(y.view(4, 2, 4), 0.4).view(4, WIDTH) * F.dropout(x, 0.1, inplace=False)
+
+
+def dropout_in_place(m: Any, x: Tensor) -> Tensor:
+    return F.dropout(x * m.scale, 0.5, inplace=True).exp()
+
+
+def attention_dropout(m: Any, x: Tensor) -> Tensor:
+    q = x.view(1, 4, WIDTH)
+    return F.scaled_dot_product_attention(q, q * m.scale, q, dropout_p=0.4)[0].exp()
+
+
+def random_ops(m: Any, x: Tensor) -> Tensor:
+    noise = torch.rand_like(x) + torch.randn_like(x) + torch.rand(WIDTH) + torch.empty_like(x).uniform_(0, 1)
+    noise = noise + torch.bernoulli(torch.full_like(x, 0.5)) + torch.randint(3, (4, 1)) + torch.randperm(WIDTH)
+    noise = noise * torch.empty_like(x).bernoulli_(0.7) + torch.normal(x.detach(), 1.0) + torch.poisson(x.detach().abs())
+    return (x * noise).exp().clamp(max=10) * m.scale + torch.empty_like(x).exponential_()
+
+
+def sampled_indices(m: Any, x: Tensor) -> Tensor:
+    chosen = torch.multinomial(x.detach().softmax(-1), 3)
+    return x + x.gather(1, chosen).exp().sum(1, keepdim=True)
+
+
+def gumbel_softmax(m: Any, x: Tensor) -> Tensor:
+    return F.gumbel_softmax(x * m.scale, hard=True) * x + F.rrelu(x, training=True)
+
+
+def stochastic_depth(m: Any, x: Tensor) -> Tensor:
+    keep = torch.empty(4, 1).bernoulli_(0.5).div_(0.5)
+    return x + (x * m.scale).exp() * keep
+
+
+def reparameterized_sample(m: Any, x: Tensor) -> Tensor:
+    return torch.distributions.Normal(x, m.scale.abs()).rsample().exp()
+
+
+def draws_a_random_tensor_in_place(m: Any, x: Tensor) -> Tensor:
+    return (x * m.scale).add_(torch.randn(4, WIDTH).mul_(0.1)).sigmoid()
+
+
+# -- modules, parameters and buffers -----------------------------------------------------------------------------------
+
+
+def module_used_twice(m: Any, x: Tensor) -> Tensor:
+    return m.parts[0](m.parts[0](x).tanh()) + m.first(x)
+
+
+def tied_weights(m: Any, x: Tensor) -> Tensor:
+    return F.linear(m.first(x).tanh(), m.first.weight.t()) + F.linear(x, m.last.weight)
+
+
+def parameter_as_a_value(m: Any, x: Tensor) -> Tensor:
+    return x * m.scale.exp() + torch.stack([m.scale, m.scale * 2]).sum(0) + m.scale
+
+
+def batch_norm_1d(m: Any, x: Tensor) -> Tensor:
+    return m.parts[0](x).relu() + m.parts[1](m.parts[0](x * 2)).exp()
+
+
+def batch_norm_2d_3d(m: Any, x: Tensor) -> Tensor:
+    y = m.parts[0](x.view(2, 2, 2, 4)).relu()
+    return m.parts[1](y.view(2, 2, 2, 2, 2)).exp().view(4, WIDTH)
+
+
+def running_counters(m: Any, x: Tensor) -> Tensor:
+    m.count.add_(1)
+    m.mean.lerp_(x.detach().mean(0), 0.1)
+    return x * m.scale + m.mean.clone()
+
+
+def ema_buffer_read_before_and_after(m: Any, x: Tensor) -> Tensor:
+    before = x * m.mean.clone()
+    with torch.no_grad():
+        m.mean.mul_(0.5).add_(x.mean(0))
+    return (before + 1).exp() * x + m.mean.clone()
+
+
+def buffer_replaced(m: Any, x: Tensor) -> Tensor:
+    m.mean = 0.9 * m.mean + x.detach().mean(0)
+    return x * m.scale + m.mean
+
+
+def frozen_part(m: Any, x: Tensor) -> Tensor:
+    return m.parts[0](x).relu() * m.scale
+
+
+def frozen_linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+
+def frozen_batch_norm() -> nn.Module:
+    return nn.BatchNorm1d(WIDTH).eval().requires_grad_(False)
+
+
+class LoRA(nn.Module):
+    """Written by hand, as in the paper: a frozen linear and a trained low-rank update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(self.dropout(x)))
+
+
+def first_part(m: Any, x: Tensor) -> Tensor:
+    return m.parts[0](x).exp()
+
+
+def recurrent(m: Any, x: Tensor) -> Tensor:
+    y, _ = m.parts[0](x.view(2, 2, WIDTH))
+    return y.reshape(4, WIDTH).exp()
+
+
+def attention(m: Any, x: Tensor) -> Tensor:
+    y, weights = m.parts[0](x[None], x[None], x[None])
+    return y[0].exp() + weights.sum()
+
+
+def embedding_bags(m: Any, x: Tensor) -> Tensor:
+    words = torch.tensor([1, 2, 4, 5, 4, 3])
+    return x * m.parts[0](words, torch.tensor([0, 1, 3, 4])) + m.parts[1](words[:4])
+
+
+def parametrized_linear() -> nn.Module:
+    class Symmetric(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return w.triu() + w.triu(1).mT
+
+    layer = nn.Linear(WIDTH, WIDTH)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+def checkpointed(m: Any, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda y: (m.parts[0](y) * m.scale).exp(), x, use_reentrant=False)
+
+
+def outputs_alias_each_other(m: Any, x: Tensor) -> Any:
+    y = x * m.scale
+    return y, y, y.view(-1), y[0], {"transposed": y.t(), "sum": y.exp().sum()}
+
+
+def outputs_include_a_parameter(m: Any, x: Tensor) -> Any:
+    return {"y": (x * m.scale).exp(), "weight": m.scale, "view": m.first.weight[0], "buffer": m.mean}
+
+
+def outputs_without_gradient(m: Any, x: Tensor) -> Any:
+    y = x * m.scale
+    return {"y": y.exp(), "argmax": y.argmax(-1), "detached": y.detach(), "none": None, "text": "a", "n": 3}
+
+
+def output_modified_in_place_last(m: Any, x: Tensor) -> Any:
+    y = (x * m.scale).exp()
+    z = y + 1
+    z.add_(x)
+    return [z, (z.sin(), y)]
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def named_tuple_output(m: Any, x: Tensor) -> Any:
+    return Pair(x.exp(), x * m.scale)
+
+
+LINEAR, NORM = (lambda: nn.Linear(WIDTH, WIDTH)), (lambda: nn.BatchNorm1d(WIDTH))
+EXACT: dict[str, tuple[Any, ...]] = {
+    body.__name__: (body, *makers)
+    for body, *makers in [
+        (relu_in_place,),
+        (in_place_on_saved_clone,),
+        (augmented_assignment,),
+        (assign_a_column,),
+        (assign_by_mask,),
+        (assign_rows_into_zeros,),
+        (in_place_on_a_view,),
+        (in_place_after_a_view_was_taken,),
+        (in_place_interleaved,),
+        (scatter_and_index_add,),
+        (masked_fill_and_where,),
+        (fill_and_zero_and_copy,),
+        (views_of_views,),
+        (expand_and_broadcast,),
+        (split_chunk_unbind,),
+        (unsafe_splits,),
+        (complex_numbers,),
+        (real_fft,),
+        (negative_and_conj_views,),
+        (strided_and_as_strided,),
+        (overlapping_windows,),
+        (channels_last, lambda: nn.Conv2d(4, 4, 1)),
+        (one_value_saved_by_many,),
+        (zero_sized,),
+        (scalars_and_zero_dim,),
+        (detached_branch,),
+        (no_grad_inside,),
+        (grad_reenabled_inside,),
+        (integer_and_bool_paths,),
+        (sort_topk_cummax,),
+        (half_and_double,),
+        (einsum_and_matmuls,),
+        (linear_algebra,),
+        (dropouts,),
+        (dropout_in_place,),
+        (attention_dropout,),
+        (random_ops,),
+        (sampled_indices,),
+        (gumbel_softmax,),
+        (stochastic_depth,),
+        (reparameterized_sample,),
+        (draws_a_random_tensor_in_place,),
+        (module_used_twice, LINEAR),
+        (tied_weights,),
+        (parameter_as_a_value,),
+        (batch_norm_1d, NORM, lambda: nn.BatchNorm1d(WIDTH, momentum=None, affine=False)),
+        (batch_norm_2d_3d, lambda: nn.BatchNorm2d(2), lambda: nn.BatchNorm3d(2, track_running_stats=False)),
+        (running_counters,),
+        (ema_buffer_read_before_and_after,),
+        (buffer_replaced,),
+        (frozen_part, frozen_linear),
+        (recurrent, lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.3)),
+        (attention, lambda: nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True)),
+        (embedding_bags, lambda: nn.EmbeddingBag(6, WIDTH), lambda: nn.Embedding(6, WIDTH, padding_idx=2)),
+        (checkpointed, LINEAR),
+        (outputs_alias_each_other,),
+        (outputs_include_a_parameter,),
+        (outputs_without_gradient,),
+        (output_modified_in_place_last,),
+        (named_tuple_output,),
+    ]
+}
+EXACT |= {
+    "frozen_batch_norm": (frozen_part, frozen_batch_norm),
+    "spectral_norm": (first_part, lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))),
+    "spectral_norm_parametrization": (
+        first_part,
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    ),
+    "weight_norm_parametrization": (first_part, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
+    "weight_norm_by_hook": (first_part, lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))),
+    "parametrized": (first_part, parametrized_linear),
+    "hand_written_lora": (first_part, LoRA),
+    "gru": (recurrent, lambda: nn.GRU(WIDTH, 4, bidirectional=True)),
+    "rnn": (recurrent, lambda: nn.RNN(WIDTH, WIDTH, nonlinearity="relu")),
+    "lstm_projected": (recurrent, lambda: nn.LSTM(WIDTH, 2 * WIDTH, proj_size=WIDTH)),
+    "transformer_layer": (first_part, lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2)),
+    "instance_norm": (
+        lambda m, x: m.parts[0](x.view(2, 2, WIDTH)).view(4, WIDTH).exp(),
+        lambda: nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+    ),
+    "group_and_layer_norm": (
+        lambda m, x: m.parts[1](m.parts[0](x)).exp(),
+        lambda: nn.GroupNorm(2, WIDTH),
+        lambda: nn.LayerNorm(WIDTH),
+    ),
+    "sparse_embedding_gradient": (
+        lambda m, x: x * m.parts[0](torch.tensor([1, 2, 1, 0])),
+        lambda: nn.Embedding(6, WIDTH, sparse=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_trains_to_the_same_bits_under_every_plan(name: str) -> None:
+    body, *makers = EXACT[name]
+    check(model_of(body, *makers), batch())
