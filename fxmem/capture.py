@@ -10,21 +10,27 @@ captured is checked: on fakes, the model and the graph must build the same autog
 
 from __future__ import annotations
 
+import inspect
+import operator
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.fx.graph_module import _assign_attr
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fxmem.errors import CaptureError
-from fxmem.fake import FakeWorld, no_value_checks
+from fxmem.errors import CaptureError, InputError
+from fxmem.fake import FakeWorld, attributes_restored, no_value_checks
+from fxmem.regions import Region, Scoped
 from fxmem.replay import Autocast
 from fxmem.types import Source
+
+Dims = frozenset[tuple[int, int]]
+"""Dimensions of input leaves, as (leaf, dimension)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,56 +59,187 @@ class Captured:
     graph_module: fx.GraphModule
     out_spec: TreeSpec
     autocast: Autocast | None
+    dynamic: Dims = frozenset()
+    """Dimensions of input leaves that may have another size."""
+
+    def call(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> Any:
+        """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it."""
+        with self.scope():
+            return self.unflatten(graph_module(*leaves))
 
     def unflatten(self, leaves: Any) -> Any:
         """Return the model's own output structure around ``leaves``."""
         return tree_unflatten(list(leaves), self.out_spec)
 
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return the context of a whole forward: with autocast regions inside, one cast of a weight serves them all."""
+        targets = (node.target for node in self.graph_module.graph.nodes)
+        regions = (t.region.autocast for t in targets if isinstance(t, Scoped))
+        device_type = next((autocast[0] for autocast in regions if autocast is not None), None)
+        if device_type is None:
+            return nullcontext()
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return torch.autocast(device_type, dtype, enabled)
 
-def capture(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None = None) -> Captured:
+
+def capture(
+    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None = None, dynamic: Dims = frozenset()
+) -> Captured:
     """Return the checked graph of ``model`` called with ``inputs`` in its present training mode.
 
-    Errors: ``CaptureError`` when the model cannot be captured, or when its graph would give other gradients.
+    ``dynamic``: dimensions that stay symbolic, so that the graph serves other sizes of them. Errors: ``InputError`` if
+    the model does not take such arguments, ``CaptureError`` when it cannot be captured, when its graph would give other
+    gradients, or when it is tied to the size of a dynamic dimension.
     """
     args, kwargs = inputs.call()
+    _check_arguments(model, args, kwargs)
     try:
-        with autocast.enter() if autocast else nullcontext(), no_value_checks():
-            exported = torch.export.export(model, args, kwargs, strict=False)
-        module = exported.module(check_guards=False)
+        module = _exported(model, inputs, autocast, dynamic)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} could not be captured by torch.export: {_first_lines(error)}. If its control flow "
             "depends on the values in tensors, move that part out of the model or optimize the parts around it."
         ) from error
     assert module._out_spec is not None
-    captured = Captured(_with_unused_state(_flat(module), model), module._out_spec, autocast)
+    captured = Captured(_with_unused_state(_flat(module, model), model), module._out_spec, autocast, dynamic)
+    _check_dynamic(model, captured)
     _check(model, captured, inputs)
     return captured
 
 
-def _flat(module: fx.GraphModule) -> fx.GraphModule:
-    """Return ``module`` with leaf inputs and outputs and each parameter read just before its first use."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
+def _exported(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims) -> fx.GraphModule:
+    """Export ``model`` along the branches it takes in eager mode; if these cannot be exported, along its own for export."""
+    args, kwargs = inputs.call()
+    shapes = _dynamic_shapes(model, inputs, dynamic)
 
-    def read(node: fx.Node) -> fx.Node:
-        if node not in env:
-            env[node] = graph.node_copy(node, lambda n: env[n])
+    def export(scope: AbstractContextManager[None]) -> fx.GraphModule:
+        region = autocast.enter() if autocast else nullcontext()
+        with attributes_restored(model), region, no_value_checks(), scope:
+            exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
+        return cast(fx.GraphModule, exported.module(check_guards=False))
+
+    try:
+        return export(_as_if_eager())
+    except Exception:
+        return export(nullcontext())
+
+
+def _check_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"{type(model).__name__}.forward does not take these arguments: {error}") from error
+
+
+def _dynamic_shapes(model: torch.nn.Module, inputs: Inputs, dynamic: Dims) -> dict[str, Any] | None:
+    """Return ``dynamic`` as torch.export wants it: by argument name, in the shape of the arguments."""
+    if not dynamic:
+        return None
+    leaves = []
+    for i, leaf in enumerate(inputs.leaves):
+        dims = {d: torch.export.Dim.AUTO for j, d in dynamic if j == i}
+        leaves.append(dims if isinstance(leaf, torch.Tensor) else None)
+    args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+
+
+def _check_dynamic(model: torch.nn.Module, captured: Captured) -> None:
+    """torch.export quietly fixes a dimension the model's code is tied to; say so."""
+    placeholders = [node for node in captured.graph_module.graph.nodes if node.op == "placeholder"]
+    for i, d in sorted(captured.dynamic):
+        if isinstance(placeholders[i].meta["val"].shape[d], int):
+            raise CaptureError(
+                f"{type(model).__name__} is tied to the size {placeholders[i].meta['val'].shape[d]} of dimension {d} of "
+                f"its input {placeholders[i].name}"
+            )
+
+
+@contextmanager
+def _as_if_eager() -> Iterator[None]:
+    """Let the model take the branches it takes in eager mode, where it asks whether it is being exported."""
+    original = torch.compiler.is_exporting
+    torch.compiler.is_exporting = lambda: False
+    try:
+        yield
+    finally:
+        torch.compiler.is_exporting = original
+
+
+def _flat(module: fx.GraphModule, model: torch.nn.Module) -> fx.GraphModule:
+    """Return ``module`` with leaf inputs and outputs, regions inlined, each parameter read just before its first use."""
+    graph = fx.Graph()
+    attributes: dict[str, Any] = {}
+    env: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = graph.node_copy(node)
+    outputs = _inline(graph, module, model, env, Region(), attributes)
+    graph.output(tuple(tree_leaves(outputs)))
+    graph.lint()
+    return fx.GraphModule(attributes, graph, class_name="Captured")
+
+
+def _inline(
+    graph: fx.Graph,
+    module: fx.GraphModule,
+    model: torch.nn.Module,
+    env: dict[fx.Node, Any],
+    region: Region,
+    attributes: dict[str, Any],
+) -> Any:
+    """Copy ``module``'s calls into ``graph``, each in ``region``; return what its output refers to."""
+
+    def read(node: fx.Node) -> Any:
+        if node not in env:  # a get_attr node, read where it is first used
+            target = str(node.target)
+            attributes[target] = _attribute(model, module, target)
+            env[node] = graph.node_copy(node)
         return env[node]
 
     for node in module.graph.nodes:
         if node.op == "output":
-            graph.output(fx.map_arg(tuple(tree_leaves(node.args[0])), read))
-        elif node.op != "get_attr":
+            return fx.map_arg(node.args[0], read)
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        inner = _inner_region(node, region)
+        if inner is not None:
+            body = getattr(module, str(node.args[inner[1]].target))
+            arguments = fx.map_arg(node.args[inner[1] + 1 :], read)
+            inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+            env[node] = _inline(graph, body, model, dict(zip(inputs, arguments, strict=True)), inner[0], attributes)
+        elif node.target is operator.getitem and not isinstance(fx.map_arg(node.args[0], read), fx.Node):
+            env[node] = fx.map_arg(node.args[0], read)[node.args[1]]
+        else:
             for argument in node.all_input_nodes:
                 read(argument)
-            env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.lint()
-    return fx.GraphModule(module, graph, class_name="Captured")
+            env[node] = graph.node_copy(node, read)
+            if region != Region():
+                env[node].target = Scoped(node.target, region)
+    raise CaptureError("a captured graph has no output")
+
+
+def _inner_region(node: fx.Node, region: Region) -> tuple[Region, int] | None:
+    """If ``node`` is an opaque region, return what its body runs in and the place of the body among its arguments."""
+    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        return replace(region, grad_enabled=bool(node.args[0])), 1
+    if node.target is torch.ops.higher_order.wrap_with_autocast:
+        return replace(region, autocast=cast(Any, tuple(node.args[:4]))), 4
+    return None
+
+
+def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> Any:
+    """Return the model's own object at ``target``: torch.export copies a parameter that has two names."""
+    for root in (model, module):
+        value: Any = root
+        for part in target.split("."):
+            value = getattr(value, part, None)
+        if value is not None:
+            return value
+    raise CaptureError(f"the captured graph reads {target}, which {type(model).__name__} does not have")
 
 
 def _with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> fx.GraphModule:
-    """Give ``graph_module`` those parameters and buffers of ``model`` that its graph does not read: they take memory too."""
+    """Give ``graph_module`` those parameters and buffers of ``model`` that its graph does not read: they take memory."""
     known = {id(t) for t in (*graph_module.parameters(), *graph_module.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in known:

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -49,18 +48,39 @@ class FakeWorld:
     @contextmanager
     def state_of(self, module: torch.nn.Module) -> Iterator[None]:
         """Give ``module`` fake parameters and buffers while the body runs."""
-        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        with _reparametrize_module(module, {name: self.fake(t) for name, t in named}):
-            yield
+        registries = [r for m in module.modules() for r in (m._parameters, m._buffers)]
+        saved = [dict(registry) for registry in registries]
+        try:
+            for registry in registries:
+                registry.update((name, self.fake(t)) for name, t in registry.items() if t is not None)  # type: ignore[misc]
+            with attributes_restored(module):
+                yield
+        finally:
+            for registry, before in zip(registries, saved, strict=True):
+                registry.clear()
+                registry.update(before)  # type: ignore[arg-type]
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Run the body on fakes: factory calls make fakes, data-dependent scalars read as 1."""
         with ExitStack() as stack:
             stack.enter_context(self.mode)
-            stack.enter_context(TruerFakes())
+            stack.enter_context(TruerFakes())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())
             yield
+
+
+@contextmanager
+def attributes_restored(module: torch.nn.Module) -> Iterator[None]:
+    """Undo what the body writes to plain attributes of ``module`` and its submodules: a forward that caches a tensor on
+    ``self`` would cache a fake one."""
+    saved = [(m, dict(m.__dict__)) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for m, attributes in saved:
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxmem.capture import Inputs
-from fxmem.errors import BudgetError, InputError, NotPlannedError
-from fxmem.pipeline import Compiled, Settings, compile_model
+from fxmem.batch import largest_batch, resized, varying_dims
+from fxmem.capture import Captured, Dims, Inputs, capture
+from fxmem.errors import BudgetError, CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
+from fxmem.pipeline import Compiled, Settings, compile_model, frontier_of, profile_model
 from fxmem.planners import PLANNERS
 from fxmem.replay import Autocast
 from fxmem.report import Report
@@ -80,7 +81,7 @@ def optimize(
 class OptimizedModule(torch.nn.Module):
     """A model that trains under a plan. It has the original's parameters, buffers, submodules and state_dict keys."""
 
-    _OWN = frozenset({"original", "_settings", "_compiled", "_latest", "training"})
+    _OWN = frozenset({"original", "_settings", "_compiled", "_families", "_latest", "training"})
 
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
         super().__init__()
@@ -88,6 +89,7 @@ class OptimizedModule(torch.nn.Module):
         own["original"] = original
         own["_settings"] = settings
         own["_compiled"] = {}
+        own["_families"] = {}
         own["_latest"] = None
         self._share()
         own["training"] = original.training
@@ -104,9 +106,48 @@ class OptimizedModule(torch.nn.Module):
         key = _signature(self.original, inputs, autocast)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = compile_model(self.original, inputs, self._settings, autocast)
+            compiled = self._compiled[key] = self._compile(inputs, autocast)
         self.__dict__["_latest"] = compiled
         return cast(Compiled, compiled)
+
+    def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
+        family = _signature(self.original, inputs, autocast, with_sizes=False)
+        known = self._families.get(family)
+        captured = None
+        if known is not None:
+            captured, example = known
+            dims = varying_dims(example, inputs)
+            if not dims <= captured.dynamic:
+                captured = _captured_dynamic(self.original, inputs, autocast, dims | captured.dynamic)
+        if captured is None:
+            captured = capture(self.original, inputs, autocast)
+        self._families[family] = (captured, inputs)
+        try:
+            return compile_model(self.original, inputs, self._settings, autocast, captured)
+        except InfeasibleBudgetError as error:
+            if not captured.dynamic:
+                raise
+            largest = self._largest_batch(captured, inputs)
+            raise InfeasibleBudgetError(
+                error.budget_bytes,
+                error.least_bytes,
+                error.breakdown,
+                error.place,
+                f"The largest batch that fits is {largest}.",
+            ) from None
+
+    def _largest_batch(self, captured: Captured, inputs: Inputs) -> int:
+        """Return the largest size of the dynamic dimensions at which some plan fits."""
+        budget_bytes = self._settings.budget_bytes
+        assert budget_bytes is not None
+
+        def fits(size: int) -> bool:
+            other = resized(inputs, captured.dynamic, size)
+            profiled = profile_model(self.original, captured, other, self._settings)
+            return bool(frontier_of(profiled.profile, self._settings)[-1].peak_bytes <= budget_bytes)
+
+        return largest_batch(fits)
 
     def _planned(self) -> Compiled:
         latest = self.__dict__.get("_latest")
@@ -136,9 +177,14 @@ class OptimizedModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise InputError(
+                "an optimized model cannot run inside a torch.func transform (grad, vmap, jvp, ...): these forbid the "
+                "saved-tensor hooks that recompute; apply the transform to the unoptimized model, model.original"
+            )
         inputs = Inputs.of(args, kwargs)
         compiled = self.compile_for(inputs, _ambient_autocast(_device_type(self.original)))
-        return compiled.captured.unflatten(compiled.graph_module(*inputs.leaves))
+        return compiled.captured.call(compiled.graph_module, inputs.leaves)
 
     def train(self, mode: bool = True) -> OptimizedModule:
         self.original.train(mode)
@@ -193,26 +239,45 @@ class OptimizedModule(torch.nn.Module):
 # -- signatures ----------------------------------------------------------------------------------------------------------
 
 
-def _signature(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> tuple[Any, ...]:
-    """What a plan depends on. Tensors of the model count by identity: a replaced parameter is another model."""
+def _signature(
+    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, *, with_sizes: bool = True
+) -> tuple[Any, ...]:
+    """What a plan depends on. Tensors of the model count by identity: a replaced parameter is another model.
+
+    So do the modules' numbers, flags and texts (``training``, a dropout's ``p``): the graph has them as constants.
+
+    Without ``with_sizes``: what a graph with symbolic dimensions depends on.
+    """
     state = tuple((id(t), t.requires_grad, t.dtype, t.device, t.shape) for t in (*model.parameters(), *model.buffers()))
     return (
         inputs.spec,
-        tuple(_leaf_signature(leaf) for leaf in inputs.leaves),
+        tuple(_leaf_signature(leaf, with_sizes) for leaf in inputs.leaves),
         state,
-        tuple(module.training for module in model.modules()),
+        tuple(v for module in model.modules() for v in module.__dict__.values() if type(v) in _CONSTANTS),
         autocast,
     )
 
 
-def _leaf_signature(leaf: Any) -> Any:
+_CONSTANTS = frozenset({bool, int, float, str})
+
+
+def _leaf_signature(leaf: Any, with_sizes: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        layout = (leaf.shape, leaf.stride()) if with_sizes else (leaf.dim(), leaf.is_contiguous())
+        return (layout, leaf.dtype, leaf.device, leaf.requires_grad)
     try:
         hash(leaf)
     except TypeError:
         return repr(leaf)
     return (type(leaf), leaf)
+
+
+def _captured_dynamic(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dims: Dims) -> Captured | None:
+    """Return a graph that serves other sizes of ``dims``, or None where the model's code is tied to one size."""
+    try:
+        return capture(model, inputs, autocast, dims)
+    except CaptureError:
+        return None
 
 
 def _ambient_autocast(device_type: str) -> Autocast | None:

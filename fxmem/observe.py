@@ -200,7 +200,8 @@ class _Observer:
             outputs: list[int] = []
 
             def forward() -> Any:
-                leaves = self._forward(fakes)
+                with self.captured.scope():
+                    leaves = self._forward(fakes)
                 outputs.extend(self.tracker.serial(t) for t in leaves if isinstance(t, torch.Tensor))
                 return self.captured.unflatten(leaves)
 
@@ -229,7 +230,8 @@ class _Observer:
             context = self.captured.autocast.enter() if self.captured.autocast else nullcontext()
             with self.tracker, context:
                 self._phase(Phase.FORWARD)
-                output = self.captured.unflatten(self._forward(fakes))
+                with self.captured.scope():
+                    output = self.captured.unflatten(self._forward(fakes))
                 self._phase(Phase.LOSS)
                 (loss_fn or default_loss)(output)
 

@@ -50,17 +50,20 @@ class Compiled:
 
 
 def compile_model(
-    model: torch.nn.Module, inputs: Inputs, settings: Settings, autocast: Autocast | None = None
+    model: torch.nn.Module,
+    inputs: Inputs,
+    settings: Settings,
+    autocast: Autocast | None = None,
+    captured: Captured | None = None,
 ) -> Compiled:
-    """Return ``model`` compiled for the signature of ``inputs``.
+    """Return ``model`` compiled for the signature of ``inputs``; ``captured``: its graph, if already there.
 
     Errors: ``CaptureError``, ``ProfileError``, ``InfeasibleBudgetError``; nothing big is allocated before they show.
     """
     start = time.perf_counter()
-    captured = capture(model, inputs, autocast)
-    hardware = settings.hardware or _hardware_of(model)
-    profiled = profile(captured, inputs, hardware.seconds, loss_fn=settings.loss_fn, optimizer=settings.optimizer)
-    points = _frontier(profiled.profile, settings)
+    captured = captured or capture(model, inputs, autocast)
+    profiled = profile_model(model, captured, inputs, settings)
+    points = frontier_of(profiled.profile, settings)
     chosen = _emit_within_budget(profiled, inputs, settings, points)
     eager_bytes = eager_peak_bytes(model, captured, inputs, settings.loss_fn, settings.optimizer)
     report = build_report(
@@ -77,7 +80,13 @@ def compile_model(
     return Compiled(chosen.graph_module, captured, chosen.point.plan, report)
 
 
-def _frontier(graph_profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
+def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
+    """Return the profile of ``captured`` at ``inputs``, with times of the model's device or the one asked for."""
+    hardware = settings.hardware or _hardware_of(model)
+    return profile(captured, inputs, hardware.seconds, loss_fn=settings.loss_fn, optimizer=settings.optimizer)
+
+
+def frontier_of(graph_profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
     """Return the planner's points; keeping everything is always one of them."""
     plan = keep_all(graph_profile)
     keep = FrontierPoint(plan, simulate(graph_profile, plan).peak_bytes, 0.0)

@@ -18,6 +18,7 @@ from fxmem.capture import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld
 from fxmem.observe import Event, NodeObservation, Observation, observe
+from fxmem.regions import op_of
 from fxmem.replay import NodeReplay, Replay, View
 from fxmem.step import LossFn, OptimizerLike
 from fxmem.track import StorageTracker
@@ -260,7 +261,7 @@ class _Builder:
         node = self.seen.nodes[k]
         leaves = list(node.leaves)
         refs = [(place, self._view(view)) for place, view, _ in node.reads]
-        statistics = STATISTICS.get(node.node.target)  # type: ignore[call-overload]
+        statistics = STATISTICS.get(op_of(node.node.target))
         if statistics is not None and leaves[statistics[2]]:
             refs = [(place, view) for place, view in refs if place not in statistics[:2]]
         outputs: list[tuple[int, View]] = []
@@ -294,7 +295,7 @@ class _Builder:
         return results
 
     def _peak(self, replay: Replay, *, capture: bool) -> int:
-        own = set(replay.products)
+        own = set(replay.products).union(view.storage for node in replay.nodes for _, view in node.outputs)
         bases: dict[int, torch.Tensor] = {}
         for node in replay.nodes:
             for place, view in node.refs:

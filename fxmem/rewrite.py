@@ -114,6 +114,7 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
     holds: dict[int, list[int]] = {}
     for s in live.held:
         holds.setdefault(profiled.last_writer[s], []).append(s)
+    connects, frees = _connections(profiled, live)
     tapes = {}
     for node in profile.nodes:
         hooked = any(s in live.dropped for s in node.saves)
@@ -127,8 +128,31 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
                 outputs=tuple((p, v) for p, v in profiled.outputs[node.index] if v.storage >= 0),
                 internals=profiled.internals[node.index],
                 holds=tuple(_hold(profiled, node.index, s) for s in sorted(holds.get(node.index, ()))),
+                connects=tuple(connects.get(node.index, ())),
+                frees=tuple(frees.get(node.index, ())),
             )
     return tapes
+
+
+def _connections(profiled: Profiled, live: _Live) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Say, by node, which slots take hold of their inputs there, and which have all their owners from there on."""
+    profile = profiled.profile
+    connects: dict[int, list[int]] = {}
+    last_owner: dict[int, int] = {}
+    for s in sorted(live.dropped):
+        recipe = profile.storages[s].recipe
+        assert recipe is not None
+        node = profile.recipes[recipe].nodes[-1]
+        connects.setdefault(node, []).append(s)
+        for i in (s, *profile.recipes[recipe].inputs):
+            last_owner[i] = max(last_owner.get(i, 0), node)
+    for profiled_node in profile.nodes:
+        for s in live.dropped.intersection(profiled_node.saves):
+            last_owner[s] = max(last_owner[s], profiled_node.index)
+    frees: dict[int, list[int]] = {}
+    for s, node in last_owner.items():
+        frees.setdefault(node, []).append(s)
+    return connects, frees
 
 
 def _hold(profiled: Profiled, node: int, storage: int) -> tuple[bool, int, int]:

@@ -6,7 +6,7 @@ In: a :class:`TapeTable` (the plan, compiled). Nodes that save something the pla
 NOTE [Who owns what on the tape]
 
 1. Autograd owns *handles* (what ``pack`` returns), a handle owns a *slot* (one per storage), so memory dies exactly
-   when autograd lets go. No table owns a slot once the forward is over.
+   when autograd lets go. The tape owns a slot only in the forward, until the last node that can give it an owner.
 2. A kept slot holds a tensor. A dropped slot is empty after the forward and holds the slots of its recipe's inputs;
    once refilled it holds the tensor and lets go of those slots.
 3. Unpacking an empty slot runs the recipes of the empty slots it needs, in position order, and refills each slot the
@@ -51,6 +51,10 @@ class NodeTape:
     """Managed storages of what autograd saves beside arguments and outputs, in order of first appearance."""
     holds: tuple[tuple[bool, int, int], ...]
     """(from outputs, place, storage): kept storages, final after this node, that a recomputation reads."""
+    connects: tuple[int, ...]
+    """Dropped storages, final after this node: their slots take hold of what they are recomputed from."""
+    frees: tuple[int, ...]
+    """Storages whose slots have all their owners once this node is done: the forward lets go of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,7 @@ class Tape:
         for from_outputs, place, storage in node.holds:
             source = leaves if from_outputs else tree_leaves((args, kwargs))
             self._slot(storage).fill(source[place])
+        self._connect(node)
         return output
 
     def _run_hooked(
@@ -207,23 +212,19 @@ class Tape:
             self._slots[storage] = weakref.ref(slot)
         return slot
 
-    def close(self) -> None:
-        """End the forward: each dropped slot takes hold of what it is recomputed from; the tape lets go of all."""
+    def _connect(self, node: NodeTape) -> None:
+        """Let empty slots hold what they are recomputed from, and let go of slots that others own by now."""
         table = self.table
-        assert self._open is not None
-        stack = [s for s in self._open if s in table.dropped]
-        seen = set(stack)
-        while stack:
-            slot = self._slot(stack.pop())
-            recipe = table.recipe_of[slot.storage]
+        assert self._open is not None, "the forward is over"
+        for storage in node.connects:
+            recipe = table.recipe_of[storage]
             assert recipe is not None
-            inputs = []
-            for storage in table.recipe_inputs[recipe]:
-                inputs.append(self._slot(storage))
-                if storage in table.dropped and storage not in seen:
-                    seen.add(storage)
-                    stack.append(storage)
-            slot.inputs = tuple(inputs)
+            self._slot(storage).inputs = tuple(self._slot(i) for i in table.recipe_inputs[recipe])
+        for storage in node.frees:
+            self._open.pop(storage, None)
+
+    def close(self) -> None:
+        """End the forward."""
         self._open = None
         self._static_versions = {j: tensor._version for j, tensor in self._statics.items()}
 

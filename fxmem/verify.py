@@ -34,7 +34,7 @@ def verify(
     """
     try:
         peak_bytes = fake_peak_bytes(
-            lambda leaves: captured.unflatten(emitted(*leaves)), emitted, captured, inputs, loss_fn, optimizer
+            lambda leaves: captured.call(emitted, leaves), emitted, captured, inputs, loss_fn, optimizer
         )
     except Exception as error:
         raise VerificationError(f"the emitted module does not run on fake tensors: {error}") from error

@@ -36,18 +36,18 @@ class Outcome:
 class Wrapped(nn.Module):
     """A scale, the module under test, a nonlinear op: values on both sides of it may be dropped."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, scaled: bool) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.scaled = module, scaled
         self.scale = nn.Parameter(torch.tensor(1.25))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.module(*(self._scaled(a) for a in args), **kwargs)
+        output = self.module(*(self._before(a) for a in args), **kwargs)
         return tree_map_only(Tensor, lambda t: t.sin() if t.is_floating_point() or t.is_complex() else t, output)
 
-    def _scaled(self, value: Any) -> Any:
+    def _before(self, value: Any) -> Any:
         plain = isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided
-        return (value * self.scale).cos() + value if plain else value
+        return (value * self.scale).cos() + value if plain and self.scaled else value
 
 
 def infos() -> dict[str, ModuleInfo]:
@@ -55,24 +55,40 @@ def infos() -> dict[str, ModuleInfo]:
     return {info.name: info for info in module_db}
 
 
-def samples(info: ModuleInfo) -> Iterator[tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]]:
-    """Yield (build, args, kwargs) of the samples that eager can train."""
+Sample = tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
+
+
+def samples(info: ModuleInfo) -> Iterator[Sample]:
+    """Yield (build, args, kwargs) of the samples that eager can train, an op before the module where it allows one."""
     inputs = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=True)
     for sample in inputs:
-        made, call = sample.constructor_input, sample.forward_input
-        if call is None:
+        if sample.forward_input is None:
             continue
-
-        def build(made: Any = made) -> nn.Module:
-            return Wrapped(info.module_cls(*made.args, **made.kwargs)).train()
-
-        args, kwargs = tree_map_only(Tensor, _leaf, (tuple(call.args), dict(call.kwargs)))
-        with contextlib.suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            loss = _loss(build()(*tree_map_only(Tensor, _leaf, args), **kwargs))
-            loss.backward()
+        call = (tuple(sample.forward_input.args), dict(sample.forward_input.kwargs))
+        args, kwargs = tree_map_only(Tensor, _leaf, call)
+        builds = (_builder(info, sample.constructor_input, args, kwargs, scaled=scaled) for scaled in (True, False))
+        build = next((build for build in builds if _trains(build, args, kwargs)), None)
+        if build is not None:
             yield build, args, kwargs
+
+
+def _builder(info: ModuleInfo, made: Any, args: Any, kwargs: Any, *, scaled: bool) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        module = info.module_cls(*made.args, **made.kwargs)
+        if info.is_lazy:  # as its documentation asks: a first forward, before anything else
+            module(*args, **kwargs)
+        return Wrapped(module, scaled=scaled).train()
+
+    return build
+
+
+def _trains(build: Callable[[], nn.Module], args: Any, kwargs: Any) -> bool:
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        _loss(build()(*tree_map_only(Tensor, _leaf, args), **kwargs)).backward()
+        return True
+    return False
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -82,8 +98,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 def _loss(output: Any) -> Tensor:
     """The sum of all there is to differentiate, real and imaginary parts alike."""
     parts = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-    real = [torch.view_as_real(t).sum() if t.is_complex() else t.sum() for t in parts]
-    return torch.stack([t.double() for t in real]).sum()
+    return torch.stack([(torch.view_as_real(t) if t.is_complex() else t).sum() for t in parts]).sum()
 
 
 def outcome(info: ModuleInfo) -> Outcome:

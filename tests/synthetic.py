@@ -109,7 +109,9 @@ def _storages(
         internal = internal_of[i]
         if internal is not None:
             storages.append(
-                Storage(internal, f"op{i}.internal0", op.internal_bytes, i, True, recipe_of[i], why, num_saves[internal])
+                Storage(
+                    internal, f"op{i}.internal0", op.internal_bytes, i, True, recipe_of[i], why, num_saves[internal]
+                )
             )
     return tuple(storages)
 
@@ -132,7 +134,8 @@ def _forward_ticks(
             last_reader[r] = i
     ticks = []
     for i, op in enumerate(ops):
-        lets_go = [output_of[r] for r in range(i + 1) if last_reader[r] == i and r < len(ops) - 1]
+        candidates = sorted({*op.reads, i} - {len(ops) - 1})
+        lets_go = [output_of[r] for r in candidates if last_reader[r] == i]
         internal = internal_of[i]
         lets_go += [] if internal is None else [internal]
         peak_bytes = static_bytes + op.nbytes + op.internal_bytes + op.workspace_bytes
@@ -141,18 +144,15 @@ def _forward_ticks(
     return ticks
 
 
-def _backward_ticks(
-    ops: Sequence[Op], saves: list[tuple[int, ...]], static_bytes: int, grad_bytes: int
-) -> list[Tick]:
+def _backward_ticks(ops: Sequence[Op], saves: list[tuple[int, ...]], static_bytes: int, grad_bytes: int) -> list[Tick]:
     """The gradient of an op's output lives from its last reader's backward to its own."""
     ticks, reached = [], {len(ops) - 1}
     for i in reversed(range(len(ops))):
-        in_flight_bytes = static_bytes + (len(ops) - 1 - i) * grad_bytes + sum(ops[r].nbytes for r in reached if r <= i)
+        reached = {r for r in reached if r <= i}
+        in_flight_bytes = static_bytes + (len(ops) - 1 - i) * grad_bytes + sum(ops[r].nbytes for r in reached)
         reached.update(ops[i].reads)
         new_bytes = sum(ops[r].nbytes for r in ops[i].reads) + grad_bytes + ops[i].workspace_bytes
-        ticks.append(
-            Tick(Phase.BACKWARD, i, saves[i], in_flight_bytes, in_flight_bytes + new_bytes, (), (), saves[i])
-        )
+        ticks.append(Tick(Phase.BACKWARD, i, saves[i], in_flight_bytes, in_flight_bytes + new_bytes, (), (), saves[i]))
     return ticks
 
 
@@ -203,11 +203,15 @@ def random_dag(seed: int, num_ops: int, *, reach: int = 4, **step: int) -> Graph
         reads = sorted(rng.sample(candidates, min(len(candidates), rng.randint(1, 3)))) if i else []
         ops.append(
             Op(
-                tuple(reads), rng.randint(1, 9), float(rng.randint(1, 9)),
-                saves_inputs=rng.random() < 0.7, saves_output=rng.random() < 0.3,
+                tuple(reads),
+                rng.randint(1, 9),
+                float(rng.randint(1, 9)),
+                saves_inputs=rng.random() < 0.7,
+                saves_output=rng.random() < 0.3,
                 internal_bytes=rng.randint(1, 4) if rng.random() < 0.25 else 0,
-                workspace_bytes=rng.randint(0, 3), recomputable=rng.random() < 0.9,
-            )  # fmt: skip
+                workspace_bytes=rng.randint(0, 3),
+                recomputable=rng.random() < 0.9,
+            )
         )
     step = {"static_bytes": 5, "grad_bytes": 1, "loss_bytes": 3} | step
     return build(ops, **step)

@@ -264,7 +264,9 @@ def attention_dropout(m: Any, x: Tensor) -> Tensor:
 def random_ops(m: Any, x: Tensor) -> Tensor:
     noise = torch.rand_like(x) + torch.randn_like(x) + torch.rand(WIDTH) + torch.empty_like(x).uniform_(0, 1)
     noise = noise + torch.bernoulli(torch.full_like(x, 0.5)) + torch.randint(3, (4, 1)) + torch.randperm(WIDTH)
-    noise = noise * torch.empty_like(x).bernoulli_(0.7) + torch.normal(x.detach(), 1.0) + torch.poisson(x.detach().abs())
+    noise = (
+        noise * torch.empty_like(x).bernoulli_(0.7) + torch.normal(x.detach(), 1.0) + torch.poisson(x.detach().abs())
+    )
     return (x * noise).exp().clamp(max=10) * m.scale + torch.empty_like(x).exponential_()
 
 

@@ -18,10 +18,12 @@ ORDER = (
     "errors",
     "track",
     "fake",
+    "regions",
     "replay",
     "step",
     "runtime",
     "capture",
+    "batch",
     "observe",
     "profile",
     "timing",
@@ -46,9 +48,9 @@ ONLY = {
     "replay": {"types", "errors"},
     "runtime": {"types", "errors", "replay"},
     "step": {"types", "errors", "fake", "replay"},
-    "capture": {"types", "errors", "fake", "replay"},
-    "observe": {"types", "errors", "track", "fake", "replay", "step", "capture"},
-    "profile": {"types", "errors", "track", "fake", "replay", "step", "capture", "observe"},
+    "capture": {"types", "errors", "fake", "regions", "replay"},
+    "observe": {"types", "errors", "track", "fake", "regions", "replay", "step", "capture"},
+    "profile": {"types", "errors", "track", "fake", "regions", "replay", "step", "capture", "observe"},
 }
 
 # A planner works on plain integers and floats, and so does the judge of its plans.
@@ -256,7 +258,7 @@ def test_relative_imports_in_a_subpackage_are_resolved(tmp_path: Path) -> None:
 
 def test_an_import_that_the_order_allows_but_only_forbids_is_found(tmp_path: Path) -> None:
     package = _write_package(tmp_path, {"profile.py": "import pkg.runtime", "runtime.py": ""})
-    only = "capture, errors, fake, observe, replay, step, track, types"
+    only = "capture, errors, fake, observe, regions, replay, step, track, types"
     message = f"profile.py:1 imports pkg.runtime, but profile imports only {only}"
     assert order_violations(package) == [message]
 

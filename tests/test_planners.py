@@ -31,9 +31,7 @@ def best_seconds(points: tuple[FrontierPoint, ...], budget_bytes: int) -> float:
 def brute_force(profile: GraphProfile) -> tuple[FrontierPoint, ...]:
     """Every combination of keeping, refilling late and refilling on the way."""
     last = len(profile.recipes) - 1
-    choices = [
-        (KEEP,) if s.recipe is None else tuple(dict.fromkeys((KEEP, s.recipe, last))) for s in profile.storages
-    ]
+    choices = [(KEEP,) if s.recipe is None else tuple(dict.fromkeys((KEEP, s.recipe, last))) for s in profile.storages]
     points = []
     for limits in itertools.product(*choices):
         timeline = simulate(profile, Plan("brute force", limits))
@@ -89,17 +87,17 @@ def test_auto_is_at_least_as_good_as_every_other_planner(graph: str) -> None:
             assert best_seconds(auto, point.peak_bytes) <= point.recompute_seconds
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_auto_is_close_to_brute_force_on_random_graphs(seed: int) -> None:
     profile = random_dag(seed, 8, reach=3)
     best = brute_force(profile)
     auto = PLANNERS["auto"](profile, seconds=60.0)
     for point in best:
-        assert best_seconds(auto, point.peak_bytes) <= 1.25 * point.recompute_seconds
+        assert best_seconds(auto, point.peak_bytes) <= 1.1 * point.recompute_seconds
     assert auto[-1].peak_bytes <= best[-1].peak_bytes
 
 
-@pytest.mark.parametrize("num_ops", range(2, 10))
+@pytest.mark.parametrize("num_ops", range(2, 9))
 def test_auto_equals_brute_force_on_chains(num_ops: int) -> None:
     profile = chain(num_ops, nbytes=3, grad_bytes=1)
     auto = PLANNERS["auto"](profile, seconds=60.0)
@@ -154,7 +152,9 @@ def test_pareto_drops_beaten_points_and_keeps_the_first_of_equal_ones() -> None:
     def point(name: str, peak_bytes: int, seconds: float) -> FrontierPoint:
         return FrontierPoint(Plan(name, ()), peak_bytes, seconds)
 
-    kept = pareto([point("c", 9, 2.0), point("a", 10, 0.0), point("b", 10, 1.0), point("d", 7, 3.0), point("e", 7, 3.0)])
+    kept = pareto(
+        [point("c", 9, 2.0), point("a", 10, 0.0), point("b", 10, 1.0), point("d", 7, 3.0), point("e", 7, 3.0)]
+    )
     assert [p.plan.planner for p in kept] == ["a", "c", "d"]
 
 

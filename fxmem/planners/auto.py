@@ -12,9 +12,9 @@ from fxmem.planners.search import improve
 from fxmem.simulate import drop_all
 from fxmem.types import FrontierPoint, GraphProfile
 
-SEARCH_WORK = 400_000
+SEARCH_WORK = 300_000
 """Recipes times trials of the local search."""
-MOST_TRIALS = 4_000
+MOST_TRIALS = 2_500
 
 
 def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, ...]:

@@ -9,6 +9,7 @@ Differs from the paper in one point: it needs no candidate split points, since w
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from fxmem.planners.cuts import Spans, local_minima, nested_limits, segment_limits, spans_of
 from fxmem.planners.frontier import Clock, judge_all
@@ -16,7 +17,8 @@ from fxmem.simulate import keep_all
 from fxmem.types import FrontierPoint, GraphProfile
 
 NUM_BYTE_LIMITS = 24
-"""How many values of Algorithm 3's parameter are tried."""
+"""How many values of Algorithm 3's parameter are tried; a third of it on graphs of more than ``LONG`` recipes."""
+LONG = 1_000
 BRANCHINGS = (2, 3, 4, 6)
 """Into how many parts the recursion splits a segment."""
 MAX_DEPTH = 12
@@ -62,8 +64,9 @@ def _equal_bytes(profile: GraphProfile, spans: Spans, allowed: list[int]) -> Ite
             dropped_bytes[s.recipe] += s.nbytes
     total_bytes, least_bytes = sum(dropped_bytes), max(1, max(dropped_bytes))
     ratio = max(1.0, total_bytes / least_bytes)
-    for k in range(NUM_BYTE_LIMITS):
-        limit_bytes = least_bytes * ratio ** (k / NUM_BYTE_LIMITS)
+    num_limits = NUM_BYTE_LIMITS if spans.num_positions <= LONG else NUM_BYTE_LIMITS // 3
+    for k in range(num_limits):
+        limit_bytes = least_bytes * ratio ** (k / num_limits)
         yield _cuts_by_bytes(dropped_bytes, set(allowed), limit_bytes)
 
 
@@ -79,7 +82,7 @@ def _cuts_by_bytes(dropped_bytes: list[int], allowed: set[int], limit_bytes: flo
 
 def _recursive(spans: Spans, allowed: list[int]) -> Iterator[list[list[int]]]:
     """Section 4.3: every segment is split again, to every depth until nothing is left to split."""
-    for branching in BRANCHINGS:
+    for branching in BRANCHINGS if spans.num_positions <= LONG else BRANCHINGS[::2]:
         levels = [nearest_cuts(allowed, 0, spans.num_positions, branching)]
         for _ in range(MAX_DEPTH):
             finer = _split(levels[-1], spans.num_positions, allowed, branching)
@@ -92,6 +95,6 @@ def _recursive(spans: Spans, allowed: list[int]) -> Iterator[list[list[int]]]:
 def _split(cuts: list[int], num_positions: int, allowed: list[int], branching: int) -> list[int]:
     edges = [0, *cuts, num_positions]
     finer = set(cuts)
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         finer.update(nearest_cuts(allowed, start, end, branching))
     return sorted(finer)

@@ -44,10 +44,11 @@ def spans_of(profile: GraphProfile) -> Spans:
             last[s] = max(last[s], position[node.index])
     num_positions = len(profile.recipes)
     change = np.zeros(num_positions + 2, dtype=np.int64)
-    for s in profile.storages:
-        if s.recipe is not None and last[s.index] > first[s.index]:
-            change[first[s.index] + 1] += s.nbytes
-            change[last[s.index] + 1] -= s.nbytes
+    for storage in profile.storages:
+        start, end = first[storage.index], last[storage.index]
+        if storage.recipe is not None and end > start:
+            change[start + 1] += storage.nbytes
+            change[end + 1] -= storage.nbytes
     crossing = np.cumsum(change)[: num_positions + 1]
     return Spans(num_positions, tuple(first), tuple(last), tuple(int(b) for b in crossing))
 
@@ -69,9 +70,7 @@ def local_minima(spans: Spans) -> list[int]:
     return [c for c in inner if crossing[c] <= crossing[c - 1] or c == 1 if crossing[c] <= crossing[c + 1]]
 
 
-def segment_limits(
-    profile: GraphProfile, spans: Spans, cuts: list[int], *, keep_last: bool = False
-) -> tuple[int, ...]:
+def segment_limits(profile: GraphProfile, spans: Spans, cuts: list[int], *, keep_last: bool = False) -> tuple[int, ...]:
     """Return the plan that keeps what crosses ``cuts`` and refills the rest on the way.
 
     ``keep_last`` keeps the last segment whole: backward needs it at once, so dropping it often saves nothing.

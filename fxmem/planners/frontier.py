@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from fxmem.simulate import Run, Tables, simulate, tables_of
 from fxmem.types import FrontierPoint, GraphProfile, Plan
 
-
 MOST_RERUNS = 30
 """A plan that reruns the graph's recipes more often than this, on average, is given up."""
 TICKS_AT_ONCE = 32

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fxmem.planners.cuts import Spans, local_minima, spans_of
 from fxmem.planners.frontier import Clock, judge_all
-from fxmem.planners.options import Option, options_of
+from fxmem.planners.options import Option, options_in_haste, options_of
 from fxmem.planners.parts import Part, Parter
 from fxmem.simulate import keep_all
 from fxmem.types import KEEP, FrontierPoint, GraphProfile
@@ -47,7 +47,9 @@ def _candidates(profile: GraphProfile, clock: Clock) -> Iterator[tuple[int, ...]
     spans = spans_of(profile)
     known: dict[Any, list[Option]] = {}
     for cuts, reach in thinnings(spans):
-        program = Program(Parter(profile, spans, cuts), reach, known)
+        if clock.over:
+            return
+        program = Program(Parter(profile, spans, cuts), reach, known, clock)
         for index in program.spread(NUM_JUDGED):
             yield limits_of(profile, program.options(index))
 
@@ -56,7 +58,7 @@ def thinnings(spans: Spans) -> Iterator[tuple[list[int], int]]:
     """Yield sets of possible cuts, each with the largest number of cells in a part; fewer on longer graphs."""
     num_positions = spans.num_positions
     allowed = local_minima(spans)
-    sizes = [(max(24, round(2 * num_positions**0.5)), 4 if num_positions <= 1000 else 3)]
+    sizes = [(max(24, round(2 * num_positions**0.5)), 4 if num_positions <= 400 else 3)]
     if num_positions <= 250:
         sizes.append((14, 4))
     if num_positions <= 150:
@@ -109,18 +111,21 @@ class Level:
 class Program:
     """The dynamic program over cuts, from the last to the first."""
 
-    def __init__(self, parter: Parter, reach: int, known: dict[Any, list[Option]]) -> None:
+    def __init__(self, parter: Parter, reach: int, known: dict[Any, list[Option]], clock: Clock) -> None:
         self.levels: dict[int, Level] = {}
         zero = np.zeros(1, dtype=np.int64)
         end = parter.num_cells
         self.levels[end] = Level(np.array([parter.outside_bytes]), np.zeros(1), zero, zero, [])
         for first in reversed(range(end)):
             menu = []
-            for end_cell in range(first + 1, min(first + reach, end) + 1):
+            for end_cell in range(first + 1, min(first + (1 if clock.over else reach), end) + 1):
                 part = parter.part(first, end_cell)
-                if part.signature not in known:
-                    known[part.signature] = options_of(part, num_trials=NUM_TRIALS)
-                menu += [(end_cell, part, option) for option in known[part.signature]]
+                options = known.get(part.signature)
+                if options is None and clock.over:
+                    options = options_in_haste(part)
+                elif options is None:
+                    options = known[part.signature] = options_of(part, num_trials=NUM_TRIALS)
+                menu += [(end_cell, part, option) for option in options]
             self.levels[first] = self._level(menu)
 
     def _level(self, menu: list[tuple[int, Part, Option]]) -> Level:

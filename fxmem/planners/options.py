@@ -51,6 +51,14 @@ def judge_option(part: Part, limits: Limits) -> Option | None:
     return Option(limits, forward_bytes, run.peak_bytes, kept_bytes, run.recompute_seconds)
 
 
+def options_in_haste(part: Part) -> list[Option]:
+    """Return the two options that need no thought: keep everything, drop everything."""
+    last = part.end - part.start - 1
+    keep = (KEEP,) * len(part.tables.position)
+    drop = tuple(KEEP if p == NO_RECIPE else last for p in part.tables.position)
+    return _pareto(part, {limits: judge_option(part, limits) for limits in (keep, drop)})
+
+
 def options_of(part: Part, *, num_trials: int) -> list[Option]:
     """Return the part's Pareto set over (peak, kept bytes, seconds), after at most ``num_trials`` judgements."""
     options: dict[Limits, Option | None] = {limits: judge_option(part, limits) for limits in _seeds(part)}
@@ -74,7 +82,7 @@ def options_of(part: Part, *, num_trials: int) -> list[Option]:
 def _seeds(part: Part) -> Iterator[Limits]:
     """The menu with every refill."""
     num_positions = part.end - part.start
-    fences = [range(num_positions), [num_positions - 1] * num_positions]
+    fences = [list(range(num_positions)), [num_positions - 1] * num_positions]
     for num_inner in (2, 3, 4):
         if num_positions >= 2 * num_inner:
             fences.append([_inner_end(p, num_positions, num_inner) for p in range(num_positions)])
@@ -87,10 +95,8 @@ def _inner_end(position: int, num_positions: int, num_inner: int) -> int:
     return (position * num_inner // num_positions + 1) * num_positions // num_inner - 1
 
 
-def _limits(part: Part, choice: Choice, fence: list[int] | range) -> Limits:
-    return tuple(
-        KEEP if p == NO_RECIPE or not choice.reruns[p] else max(p, fence[p]) for p in part.tables.position
-    )
+def _limits(part: Part, choice: Choice, fence: list[int]) -> Limits:
+    return tuple(KEEP if p == NO_RECIPE or not choice.reruns[p] else max(p, fence[p]) for p in part.tables.position)
 
 
 def _neighbours(part: Part, limits: Limits) -> Iterator[Limits]:
@@ -108,9 +114,7 @@ def _pareto(part: Part, options: dict[Limits, Option | None]) -> list[Option]:
     """Options that no other beats in peak, kept bytes and seconds at once."""
 
     def peak(option: Option) -> int:
-        return max(
-            part.forward_base_bytes + option.forward_bytes, part.backward_base_bytes + option.backward_bytes
-        )
+        return max(part.forward_base_bytes + option.forward_bytes, part.backward_base_bytes + option.backward_bytes)
 
     front: list[tuple[int, Option]] = []
     ordered = sorted(filter(None, options.values()), key=lambda o: (o.seconds, o.kept_bytes, peak(o), o.limits))

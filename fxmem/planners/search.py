@@ -9,14 +9,15 @@ for free), drop a kept one that does (most bytes for each second), refill later 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations, zip_longest
 
-from fxmem.planners.frontier import Clock, judge, live, pareto
+from fxmem.planners.frontier import Clock, live, pareto
 from fxmem.simulate import NO_RECIPE, Tables, tables_of
-from fxmem.types import KEEP, FrontierPoint, GraphProfile
+from fxmem.types import KEEP, FrontierPoint, GraphProfile, Plan
 
 Limits = tuple[int, ...]
+_Move = tuple[float, int, int]  # rank, storage, new limit
 MOVES_AT_ONCE = 6
 """Moves tried from a point before the next one has its turn."""
 
@@ -27,11 +28,17 @@ def improve(
     """Return the Pareto set of ``points`` and of what at most ``num_trials`` simulated moves from them find."""
     front = pareto(points)
     search = _Search(tables_of(profile))
-    for point in front:
+    for point in evenly(front, max(MOVES_AT_ONCE, num_trials)):
         search.consider(point.plan.limits)
     search.walk(num_trials, clock)
-    found = (judge(profile, "search", limits) for limits in search.survivors())
+    found = (FrontierPoint(Plan("search", limits), peak, cost) for peak, cost, limits in search.front)
     return pareto((*front, *found))
+
+
+def evenly(points: Sequence[FrontierPoint], count: int) -> list[FrontierPoint]:
+    """Return at most ``count`` of the points, evenly by place."""
+    step = max(1, -(-len(points) // count))
+    return list(points[::step])
 
 
 class _Search:
@@ -114,7 +121,10 @@ class _Search:
     def _single_moves(self, limits: Limits, peak_tick: int) -> list[tuple[int, int]]:
         """Return pairs of storage and new limit."""
         tables = self.tables
-        keep, drop, later, rest = [], [], [], []
+        keep: list[_Move] = []
+        drop: list[_Move] = []
+        later: list[_Move] = []
+        rest: list[_Move] = []
         for s, (limit, position) in enumerate(zip(limits, tables.position, strict=True)):
             if position == NO_RECIPE or not tables.nbytes[s]:
                 continue

@@ -1,0 +1,53 @@
+"""Ops inside a ``with torch.autocast(...)`` or ``with torch.no_grad()`` of the model.
+
+torch.export hides such a region in one opaque node. The capture inlines it: each op becomes a :class:`Scoped` call that
+enters the region for itself, so a plan may keep or drop each value, and an exception leaves nothing switched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What a stack of nested regions switches; None: as outside."""
+
+    grad_enabled: bool | None = None
+    autocast: tuple[str, torch.dtype | None, bool, bool | None] | None = None
+    """(device type, dtype, enabled, cache enabled), the arguments of ``torch.autocast``."""
+
+    def enter(self) -> ExitStack:
+        stack = ExitStack()
+        if self.grad_enabled is not None:
+            stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
+        if self.autocast is not None:
+            device_type, dtype, enabled, cache_enabled = self.autocast
+            stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))
+        return stack
+
+
+class Scoped:
+    """A callable that runs ``op`` inside ``region``; a target of call_function nodes."""
+
+    def __init__(self, op: Callable[..., Any], region: Region) -> None:
+        self.op, self.region = op, region
+        self.__name__ = self.__qualname__ = "scoped_" + str(getattr(op, "__name__", op)).replace(".", "_")
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.region.enter():
+            return self.op(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return str(self.op)
+
+
+def op_of(target: Any) -> Any:
+    """Return the op a node calls, whatever region it is in."""
+    return target.op if isinstance(target, Scoped) else target
