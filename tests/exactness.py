@@ -1,9 +1,10 @@
 """One oracle for all tests: a training step under a plan is the eager step, bit for bit and byte for byte.
 
-What goes in: a function that builds a model (the same one each time), its inputs, optionally a loss and the plans to force. What is checked, for
-each plan, against eager on another build of the model: loss, outputs, every gradient (parameters and inputs), every buffer, inputs
-written in place, the generator's state after the step; simulated = verified = measured peak; and that after the step
-nothing lives that eager would not keep. Bits, not values: a NaN equals the same NaN, and 0.0 differs from -0.0.
+What goes in: a function that builds a model (the same one each time), its inputs, optionally a loss and the plans to
+force. What is checked, for each plan, against eager on another build of the model: loss, outputs, every gradient
+(parameters and inputs), every buffer, inputs written in place, the generator's state after the step; simulated =
+verified = measured peak; and that after the step nothing lives that eager would not keep. Bits, not values: a NaN
+equals a NaN, and 0.0 differs from -0.0.
 """
 
 import random

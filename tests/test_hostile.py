@@ -1,6 +1,5 @@
 """Models written to break a compiler: each trains to the eager bits under every plan, or is refused by name."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fxmem
 from tests.exactness import check
 
 WIDTH = 8
