@@ -116,7 +116,7 @@ def _exported(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
         region = autocast.enter() if autocast else nullcontext()
         with attributes_restored(model), region, no_value_checks(), scope:
             exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
-        return cast(fx.GraphModule, exported.module(check_guards=False))
+        return exported.module(check_guards=False)
 
     try:
         return export(_as_if_eager())
