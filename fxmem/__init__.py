@@ -12,6 +12,7 @@ from fxmem.errors import (
     SavedTensorModifiedError,
     VerificationError,
 )
+from fxmem.estimate import Estimate, estimate
 from fxmem.module import OptimizedModule, optimize
 from fxmem.report import Report
 from fxmem.track import track
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "Estimate",
     "FxMemError",
     "InfeasibleBudgetError",
     "InputError",
@@ -33,6 +35,7 @@ __all__ = [
     "Report",
     "SavedTensorModifiedError",
     "VerificationError",
+    "estimate",
     "optimize",
     "track",
 ]

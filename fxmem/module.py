@@ -7,7 +7,6 @@ training-mode calls with grad enabled run an emitted graph, all others the origi
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ import torch
 from torch import fx
 
 from fxmem.batch import largest_batch, resized, varying_dims
+from fxmem.budget import parse_bytes, parse_gigabytes
 from fxmem.capture import Captured, Dims, Inputs, capture
 from fxmem.errors import BudgetError, CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
 from fxmem.pipeline import Compiled, Settings, compile_model, frontier_of, profile_model
@@ -292,44 +292,19 @@ def _device_type(model: torch.nn.Module) -> str:
 
 # -- checks of what the user passed --------------------------------------------------------------------------------------
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{infix}b": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("kmgt", start=1)
-}
-
 
 def parse_budget(budget_gb: float | None, budget: int | str | None, model: torch.nn.Module) -> int | None:
     """Return the budget in bytes, or None for no bound. Errors: ``BudgetError``."""
     if budget_gb is not None and budget is not None:
         raise BudgetError("pass budget_gb or budget, not both")
     if budget_gb is not None:
-        if isinstance(budget_gb, bool) or not isinstance(budget_gb, int | float):
-            raise BudgetError(f"budget_gb must be a number of GB (10^9 bytes), not {budget_gb!r}")
-        if not math.isfinite(budget_gb) or budget_gb <= 0:
-            raise BudgetError(f"budget_gb must be above 0 and finite, not {budget_gb!r}; leave it out for no bound")
-        return int(budget_gb * 1e9)
+        return parse_gigabytes(budget_gb)
     if budget is not None:
-        return _budget_bytes(budget)
+        return parse_bytes(budget)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
     return None
-
-
-def _budget_bytes(budget: int | str) -> int:
-    if isinstance(budget, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b?)\s*", budget.lower())
-        if match is None or match[2] not in _UNITS:
-            raise BudgetError(f'budget {budget!r} is not a size; write bytes or, say, "24GiB" or "800MB"')
-        nbytes = int(float(match[1]) * _UNITS[match[2]])
-    elif isinstance(budget, bool) or not isinstance(budget, int):
-        raise BudgetError(f'budget must be an int of bytes or a text like "24GiB", not {budget!r}')
-    else:
-        nbytes = budget
-    if nbytes <= 0:
-        raise BudgetError(f"budget must be above 0 bytes, not {budget!r}; leave it out for no bound")
-    return nbytes
 
 
 def _known(what: str, name: str, known: Any) -> str:

@@ -75,6 +75,8 @@ class Observation:
     """Under autocast: the node (num_nodes: the loss) at whose end a storage would die if autograd saved nothing."""
     devices: dict[int, torch.device]
     """By storage serial."""
+    gradients: frozenset[int]
+    """Storages of the gradients that the backward leaves behind."""
     backward_flops: int
     backward_moved_bytes: int
 
@@ -150,6 +152,8 @@ class _Observer:
         self.statics: dict[int, str] = {}
         self.devices: dict[int, torch.device] = {}
         self.versions: dict[int, int] = {}
+        self.gradients: set[int] = set()
+        self.leaves_with_grad: list[torch.Tensor] = []
         self.backward_work = [0, 0]
         self.in_backward = False
 
@@ -187,6 +191,9 @@ class _Observer:
     def _phase(self, phase: Phase) -> None:
         self.events.append(Event("phase", -1, phase=phase))
         self.in_backward = phase is Phase.BACKWARD
+        if phase is Phase.OPTIMIZER:
+            grads = (leaf.grad for leaf in self.leaves_with_grad)
+            self.gradients.update(self.tracker.serial(g) for g in grads if g is not None)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -194,6 +201,8 @@ class _Observer:
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
         with self.world.active():
             pairs = [(p, self.world.fake(p)) for p in self.graph_module.parameters()]
+            leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+            self.leaves_with_grad = [fake for _, fake in pairs] + leaves
             fake_optimizer = warm_fake_optimizer(optimizer, pairs)
             static = self._hold_statics(fakes, fake_optimizer)
             cached_until: dict[int, int] = {}
@@ -218,6 +227,7 @@ class _Observer:
             static,
             cached_until,
             self.devices,
+            frozenset(self.gradients),
             self.backward_work[0],
             self.backward_work[1],
         )

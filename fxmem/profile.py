@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -354,8 +354,10 @@ def _managed(seen: Observation) -> list[int]:
 class _TickMaker:
     """Cuts the event stream into ticks: unpacks first, then other events, then releases."""
 
-    def __init__(self, index: dict[int, int]) -> None:
-        self.index = index
+    def __init__(self, index: dict[int, int], gradients: frozenset[int]) -> None:
+        self.index, self.gradients = index, gradients
+        self.kind_bytes = {"gradient": 0, "loss": 0}
+        self.kinds: dict[int, str] = {}
         self.ticks: list[Tick] = []
         self.unmanaged_bytes = 0
         self.created_bytes = 0
@@ -368,6 +370,7 @@ class _TickMaker:
         self.creates: list[int] = []
         self.releases: list[int] = []
         self.start_bytes = self.peak_bytes = self.unmanaged_bytes
+        self.peak_kinds = dict(self.kind_bytes)
         self.created_bytes = 0
         self.busy = False
 
@@ -384,19 +387,28 @@ class _TickMaker:
                     tuple(self.creates),
                     (),
                     tuple(self.releases),
+                    self.peak_kinds["gradient"],
+                    self.peak_kinds["loss"],
                 )
             )
         self._begin()
 
-    def change(self, nbytes: int, created: int | None) -> None:
+    def change(self, key: int, nbytes: int, created: int | None) -> None:
+        """Note ``nbytes`` allocated (freed, if negative) for the storage of serial ``key``."""
         if nbytes > 0 and self.releases:
             self.cut()
+        if nbytes > 0 and (key in self.gradients or self.phase is Phase.LOSS):
+            self.kinds[key] = "gradient" if key in self.gradients else "loss"
+        if key in self.kinds:
+            self.kind_bytes[self.kinds[key]] += nbytes
         if created is None:
             self.unmanaged_bytes += nbytes
         else:
             self.creates.append(created)
             self.created_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.unmanaged_bytes + self.created_bytes)
+        if self.unmanaged_bytes + self.created_bytes > self.peak_bytes:
+            self.peak_bytes = self.unmanaged_bytes + self.created_bytes
+            self.peak_kinds = dict(self.kind_bytes)
         self.busy = True
 
     def unpack(self, storage: int, node: int | None) -> None:
@@ -411,7 +423,7 @@ class _TickMaker:
 
 def _ticks(seen: Observation, index: dict[int, int]) -> tuple[tuple[Tick, ...], frozenset[int]]:
     """Return the ticks, and the serials that something other than the forward and autograd held on to."""
-    maker = _TickMaker(index)
+    maker = _TickMaker(index, seen.gradients)
     freed_at: dict[int, int] = {}
     unpacker = {s: node.index for node in seen.nodes for s in node.saves}
     forward_tick: dict[int, int] = {}
@@ -426,9 +438,9 @@ def _ticks(seen: Observation, index: dict[int, int]) -> tuple[tuple[Tick, ...], 
             maker.node, maker.busy = key, True
             forward_tick[key] = len(maker.ticks)
         elif kind == "alloc":
-            maker.change(event.nbytes, index.get(key))
+            maker.change(key, event.nbytes, index.get(key))
         elif kind == "free" and key not in index:
-            maker.change(-event.nbytes, None)
+            maker.change(key, -event.nbytes, None)
         elif kind == "free":
             freed_at[key] = len(maker.ticks)
         elif kind == "unpack" and key in index:
@@ -466,21 +478,8 @@ def _with_ends(
     for s, i in index.items():
         by_tick.setdefault(lets_go[s], []).append(i)
     return (
-        tuple(_replaced(tick, tuple(by_tick.get(t, ()))) for t, tick in enumerate(ticks)),
+        tuple(replace(tick, lets_go=tuple(by_tick.get(t, ()))) for t, tick in enumerate(ticks)),
         frozenset(held_elsewhere),
-    )
-
-
-def _replaced(tick: Tick, lets_go: tuple[int, ...]) -> Tick:
-    return Tick(
-        tick.phase,
-        tick.node,
-        tick.unpacks,
-        tick.start_bytes,
-        tick.peak_bytes,
-        tick.creates,
-        lets_go,
-        tick.releases,
     )
 
 

@@ -137,6 +137,10 @@ class Tick:
     """Managed storages the forward (or the user) refers to no longer after this tick."""
     releases: tuple[int, ...]
     """Managed storages of which autograd releases one saved tensor at the end, one entry for each."""
+    gradient_bytes: int = 0
+    """Of the unmanaged bytes at the peak: gradients of parameters and inputs."""
+    loss_bytes: int = 0
+    """Of the unmanaged bytes at the peak: what the loss allocated outside the graph."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import pytest
 ORDER = (
     "types",
     "errors",
+    "budget",
     "track",
     "fake",
     "regions",

@@ -1,0 +1,207 @@
+"""How much memory training a model takes, before running it, and where it goes.
+
+In: a model (real, on the meta device or fake), one call's inputs, optimizer, loss, autocast. Out: an :class:`Estimate`.
+Nothing is computed and nothing big is allocated: the whole step runs on fakes. What is counted is the step as a user
+writes it (NOTE [The training step] in step.py), exactly on CPU; on CUDA see :mod:`fxmem.cuda` for what is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxmem.batch import batch_dims, largest_batch, resized
+from fxmem.budget import parse_bytes
+from fxmem.capture import Inputs, capture
+from fxmem.errors import FxMemError, InputError
+from fxmem.pipeline import Settings, frontier_of, profile_model
+from fxmem.replay import Autocast
+from fxmem.simulate import keep_all, simulate
+from fxmem.step import LossFn, OptimizerLike, check_optimizer
+from fxmem.types import GraphProfile, Phase, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the step something is: phase, node of the graph, module path and the user's source line."""
+
+    phase: Phase
+    node: str
+    module_path: str
+    source_line: str
+
+    def __str__(self) -> str:
+        where = ", ".join(part for part in (self.module_path, self.source_line) if part)
+        name = f" of {self.node}" if self.node else ""
+        return f"the {self.phase.value}{name}" + (f" ({where})" if where else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """What is alive at the peak, in bytes; the fields sum to the peak."""
+
+    parameters_bytes: int
+    buffers_bytes: int
+    inputs_bytes: int
+    optimizer_state_bytes: int
+    gradients_bytes: int
+    activations_bytes: int
+    """Outputs of the model's ops that the forward or autograd holds."""
+    internals_bytes: int
+    """What autograd saves beside inputs and outputs: masks, statistics, cast weights."""
+    loss_bytes: int
+    """What the loss allocates outside the model."""
+    temporaries_bytes: int
+    """All else: gradients on their way, scratch of a composite op, the optimizer's temporaries."""
+
+    def rows(self) -> tuple[tuple[str, int], ...]:
+        """Return (kind, bytes) pairs, the largest first."""
+        pairs = [(name.removesuffix("_bytes").replace("_", " "), getattr(self, name)) for name in self.__slots__]
+        return tuple(sorted(pairs, key=lambda pair: -pair[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Memory of one training step of a model as it is, and the least that fxmem can bring it to."""
+
+    peak_bytes: int
+    """Largest sum of live bytes in the step."""
+    peak_at: Place
+    breakdown: Breakdown
+    timeline: Timeline
+    """Live bytes over the whole step: forward, loss, backward, optimizer."""
+    floor_bytes: int
+    """The least peak any plan reaches."""
+    _peak_at_batch: Callable[[int, bool], int] = field(repr=False)
+
+    def fits(self, budget: int | str) -> bool:
+        """True if the step fits ``budget`` (bytes, or text such as "24GiB") without recomputation."""
+        return self.peak_bytes <= parse_bytes(budget)
+
+    def max_batch_size(self, budget: int | str, *, recompute: bool = False) -> int:
+        """Return the largest batch size whose step fits ``budget``; with ``recompute``, under fxmem's best plan.
+
+        Exact: each size tried is profiled. 0 or 1 means that not even a batch of 2 fits. Errors: ``InputError`` if the
+        example has a batch of 1, ``CaptureError`` if the model is tied to its batch size.
+        """
+        budget_bytes = parse_bytes(budget)
+        return largest_batch(lambda size: self._peak_at_batch(size, recompute) <= budget_bytes)
+
+    def __str__(self) -> str:
+        rows = "\n".join(f"  {kind:<16} {nbytes / 1e9:10.4f} GB" for kind, nbytes in self.breakdown.rows() if nbytes)
+        return (
+            f"peak {self.peak_bytes / 1e9:.4f} GB at {self.peak_at}\n{rows}\n"
+            f"least reachable with recomputation {self.floor_bytes / 1e9:.4f} GB"
+        )
+
+
+def estimate(
+    model: torch.nn.Module,
+    example_args: Any = None,
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    optimizer: OptimizerLike = "adamw",
+    loss_fn: LossFn | None = None,
+    autocast: torch.dtype | None = None,
+    planner: str = "auto",
+    plan_seconds: float = 10.0,
+) -> Estimate:
+    """Return what one training step of ``model`` takes, without running it.
+
+    ``model`` may lie on the meta device or be made under a ``FakeTensorMode``; it must be in training mode. Arguments
+    are those of :func:`fxmem.optimize`. Gradients are taken to be absent at the start of the step
+    (``zero_grad(set_to_none=True)``) and the optimizer's state to be there. Errors: ``InputError``, ``CaptureError``,
+    ``ProfileError``.
+    """
+    check_optimizer(optimizer)
+    if not model.training:
+        raise InputError("the model is in eval mode; call model.train() first: an estimate is of a training step")
+    args = tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
+    inputs = Inputs.of(() if example_args is None else args, example_kwargs or {})
+    tensors = [leaf for leaf in inputs.leaves if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        raise InputError("the example holds no tensor; pass one call's arguments as example_args and example_kwargs")
+    region = None if autocast is None else Autocast(tensors[0].device.type, autocast)
+    settings = Settings(
+        budget_bytes=None,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        planner=planner,
+        plan_seconds=plan_seconds,
+        hardware=None,
+    )
+    graph_profile = profile_model(model, capture(model, inputs, region), inputs, settings).profile
+    plan = keep_all(graph_profile)
+    timeline = simulate(graph_profile, plan, with_steps=True)
+
+    def peak_at_batch(size: int, recompute: bool) -> int:
+        """Peak at another batch size, as it is or under the plan of the least peak."""
+        other = resized(inputs, batch_dims(inputs), size)
+        profile = profile_model(model, dynamic(), other, settings).profile
+        if recompute:
+            return frontier_of(profile, settings)[-1].peak_bytes
+        return simulate(profile, keep_all(profile)).peak_bytes
+
+    captures: list[Any] = []
+
+    def dynamic() -> Any:
+        if not captures:
+            captures.append(capture(model, inputs, region, batch_dims(inputs)))
+        return captures[0]
+
+    return Estimate(
+        peak_bytes=timeline.peak_bytes,
+        peak_at=place_of(graph_profile, timeline.peak_step),
+        breakdown=breakdown_of(graph_profile, timeline.peak_step),
+        timeline=timeline,
+        floor_bytes=frontier_of(graph_profile, settings)[-1].peak_bytes,
+        _peak_at_batch=peak_at_batch,
+    )
+
+
+def place_of(profile: GraphProfile, tick: int) -> Place:
+    """Return where ``profile.ticks[tick]`` is."""
+    at = profile.ticks[tick]
+    if at.node is None:
+        return Place(at.phase, "", "", "")
+    node = profile.nodes[at.node]
+    return Place(at.phase, node.name, node.source.module_path, node.source.line)
+
+
+def breakdown_of(profile: GraphProfile, tick: int) -> Breakdown:
+    """Return what is alive in ``profile.ticks[tick]`` if nothing is dropped."""
+    at, static = profile.ticks[tick], profile.static
+    alive = _alive(profile, tick)
+    internals = sum(profile.storages[i].nbytes for i in alive if profile.storages[i].internal)
+    activations = sum(profile.storages[i].nbytes for i in alive) - internals
+    created = [profile.storages[i] for i in at.creates]
+    temporaries = at.peak_bytes - static.total_bytes - at.gradient_bytes - at.loss_bytes
+    inside = min(temporaries, sum(s.nbytes for s in created))
+    inner = min(inside, sum(s.nbytes for s in created if s.internal))
+    return Breakdown(
+        parameters_bytes=static.parameters_bytes,
+        buffers_bytes=static.buffers_bytes,
+        inputs_bytes=static.inputs_bytes,
+        optimizer_state_bytes=static.optimizer_state_bytes,
+        gradients_bytes=at.gradient_bytes,
+        activations_bytes=activations + inside - inner,
+        internals_bytes=internals + inner,
+        loss_bytes=at.loss_bytes,
+        temporaries_bytes=temporaries - inside,
+    )
+
+
+def _alive(profile: GraphProfile, tick: int) -> list[int]:
+    """Managed storages alive at the start of a tick if nothing is dropped."""
+    begin: dict[int, int] = {}
+    end: dict[int, int] = {}
+    for t, at in enumerate(profile.ticks):
+        begin.update(dict.fromkeys(at.creates, t))
+        end.update(dict.fromkeys((*at.lets_go, *at.releases), t))
+    return [i for i, t in begin.items() if t < tick <= end.get(i, len(profile.ticks))]
+
+
+__all__ = ["Breakdown", "Estimate", "FxMemError", "Place", "breakdown_of", "estimate", "place_of"]
