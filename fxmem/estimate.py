@@ -7,7 +7,8 @@ writes it (NOTE [The training step] in step.py), exactly on CPU; on CUDA see :mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from fxmem.batch import batch_dims, largest_batch, resized
 from fxmem.budget import parse_bytes
 from fxmem.capture import Inputs, capture
-from fxmem.errors import FxMemError, InputError
+from fxmem.errors import InputError
+from fxmem.fake import FakeWorld
 from fxmem.pipeline import Settings, frontier_of, profile_model
 from fxmem.replay import Autocast
 from fxmem.simulate import keep_all, simulate
@@ -106,12 +108,14 @@ def estimate(
     optimizer: OptimizerLike = "adamw",
     loss_fn: LossFn | None = None,
     autocast: torch.dtype | None = None,
+    device: torch.device | str | None = None,
     planner: str = "auto",
     plan_seconds: float = 10.0,
 ) -> Estimate:
     """Return what one training step of ``model`` takes, without running it.
 
-    ``model`` may lie on the meta device or be made under a ``FakeTensorMode``; it must be in training mode. Arguments
+    ``model`` may lie on the meta device (it is then taken to be on ``device``, CPU by default, which must be a device
+    this build of torch knows) or be made under a ``FakeTensorMode``; it must be in training mode. The other arguments
     are those of :func:`fxmem.optimize`. Gradients are taken to be absent at the start of the step
     (``zero_grad(set_to_none=True)``) and the optimizer's state to be there. Errors: ``InputError``, ``CaptureError``,
     ``ProfileError``.
@@ -124,7 +128,11 @@ def estimate(
     tensors = [leaf for leaf in inputs.leaves if isinstance(leaf, torch.Tensor)]
     if not tensors:
         raise InputError("the example holds no tensor; pass one call's arguments as example_args and example_kwargs")
-    region = None if autocast is None else Autocast(tensors[0].device.type, autocast)
+    world = FakeWorld(inputs.leaves, "cpu" if device is None else device)
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tensors)):
+        inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+    device_type = next(leaf.device.type for leaf in inputs.leaves if isinstance(leaf, torch.Tensor))
+    region = None if autocast is None else Autocast(device_type, autocast)
     settings = Settings(
         budget_bytes=None,
         optimizer=optimizer,
@@ -133,14 +141,24 @@ def estimate(
         plan_seconds=plan_seconds,
         hardware=None,
     )
-    graph_profile = profile_model(model, capture(model, inputs, region), inputs, settings).profile
+
+    @contextmanager
+    def on_fakes() -> Iterator[None]:
+        """Stand in for parameters that have no bytes; real ones stay."""
+        meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        with world.state_of(model) if meta else nullcontext():
+            yield
+
+    with on_fakes():
+        graph_profile = profile_model(model, capture(model, inputs, region), inputs, settings).profile
     plan = keep_all(graph_profile)
     timeline = simulate(graph_profile, plan, with_steps=True)
 
     def peak_at_batch(size: int, recompute: bool) -> int:
         """Peak at another batch size, as it is or under the plan of the least peak."""
         other = resized(inputs, batch_dims(inputs), size)
-        profile = profile_model(model, dynamic(), other, settings).profile
+        with on_fakes():
+            profile = profile_model(model, dynamic(), other, settings).profile
         if recompute:
             return frontier_of(profile, settings)[-1].peak_bytes
         return simulate(profile, keep_all(profile)).peak_bytes
@@ -202,6 +220,3 @@ def _alive(profile: GraphProfile, tick: int) -> list[int]:
         begin.update(dict.fromkeys(at.creates, t))
         end.update(dict.fromkeys((*at.lets_go, *at.releases), t))
     return [i for i, t in begin.items() if t < tick <= end.get(i, len(profile.ticks))]
-
-
-__all__ = ["Breakdown", "Estimate", "FxMemError", "Place", "breakdown_of", "estimate", "place_of"]

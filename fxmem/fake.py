@@ -18,9 +18,13 @@ from torch.utils._pytree import tree_map_only
 
 
 class FakeWorld:
-    """A :class:`FakeTensorMode` and the fakes made in it, remembered by identity."""
+    """A :class:`FakeTensorMode` and the fakes made in it, remembered by identity.
 
-    def __init__(self, tensors: Any = ()) -> None:
+    ``tensors``: if one of them is fake, its mode is used. ``device``: where tensors of the meta device are taken to be.
+    """
+
+    def __init__(self, tensors: Any = (), device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
         self.mode = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None) or FakeTensorMode(
             allow_non_fake_inputs=True
         )
@@ -31,15 +35,27 @@ class FakeWorld:
         known = self._fakes.get(id(tensor))
         if known is not None:
             return known[1]
-        fake: torch.Tensor = (
-            tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor, static_shapes=True)
-        )
+        fake = self._new_fake(tensor)
         if isinstance(tensor, torch.nn.Parameter) and not isinstance(fake, torch.nn.Parameter):
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        if fake.is_leaf and not isinstance(tensor, FakeTensor):
+        if fake.is_leaf:
             fake.grad = None
         self._fakes[id(tensor)] = (tensor, fake)
         return fake
+
+    def _new_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):  # an alias, so that its gradient is its own
+            return tensor.detach().requires_grad_(tensor.requires_grad)
+        if not tensor.is_meta:
+            return self.mode.from_tensor(tensor, static_shapes=True)
+        with self.mode:
+            return torch.empty_strided(
+                tensor.size(),
+                tensor.stride(),
+                dtype=tensor.dtype,
+                device=self._device,
+                requires_grad=tensor.requires_grad,
+            )
 
     def fake_all(self, tree: Any) -> Any:
         """Return ``tree`` with every tensor in it replaced by its fake."""

@@ -64,7 +64,7 @@ def compile_model(
     captured = captured or capture(model, inputs, autocast)
     profiled = profile_model(model, captured, inputs, settings)
     points = frontier_of(profiled.profile, settings)
-    chosen = _emit_within_budget(profiled, inputs, settings, points)
+    chosen = emit_within_budget(profiled, inputs, settings, points)
     eager_bytes = eager_peak_bytes(model, captured, inputs, settings.loss_fn, settings.optimizer)
     report = build_report(
         profiled.profile,
@@ -94,16 +94,16 @@ def frontier_of(graph_profile: GraphProfile, settings: Settings) -> tuple[Fronti
 
 
 @dataclass(frozen=True, slots=True)
-class _Emitted:
+class Emitted:
     point: FrontierPoint
     timeline: Timeline
     graph_module: fx.GraphModule
     verification: Verification
 
 
-def _emit_within_budget(
+def emit_within_budget(
     profiled: Profiled, inputs: Inputs, settings: Settings, points: tuple[FrontierPoint, ...]
-) -> _Emitted:
+) -> Emitted:
     """Emit the cheapest point whose *verified* peak is within the budget.
 
     Where a verified peak exceeds the budget though the planned one did not, plan again that much lower.
@@ -126,7 +126,7 @@ def _emit_within_budget(
             optimizer=settings.optimizer,
         )
         if budget_bytes is None or verification.verified_bytes <= budget_bytes:
-            return _Emitted(point, timeline, graph_module, verification)
+            return Emitted(point, timeline, graph_module, verification)
         limit_bytes = min(point.peak_bytes - 1, budget_bytes - (verification.verified_bytes - point.peak_bytes))
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from fxmem.profile import Profiled
 from fxmem.replay import Replay
-from fxmem.runtime import NodeTape, TapeOpener, TapeTable, close_tape, taped
+from fxmem.runtime import NodeTape, TapedCall, TapeOpener, TapeTable, close_tape, taped
 from fxmem.types import KEEP, Plan
 
 CodeTransformer = Callable[[list[str]], list[str]]
@@ -61,9 +62,13 @@ def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:
         index = next(calls) if node.op == "call_function" else -1
         if index in tapes and tape is not None:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-            env[node] = graph.create_node(
-                "call_function", taped, (tape, index, node.target, *args), kwargs, name=node.name
-            )
+            if isinstance(node.target, torch._ops.OpOverload):
+                env[node] = graph.create_node(
+                    "call_function", taped, (tape, index, node.target, *args), kwargs, name=node.name
+                )
+            else:
+                call = TapedCall(cast(Callable[..., Any], node.target))
+                env[node] = graph.create_node("call_function", call, (tape, index, *args), kwargs, name=node.name)
             env[node].meta = dict(node.meta)
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])

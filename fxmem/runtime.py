@@ -338,6 +338,18 @@ def taped(tape: Tape, index: int, target: Callable[..., Any], *args: Any, **kwar
     return tape.run(index, target, args, kwargs)
 
 
+class TapedCall:
+    """:func:`taped` for a target that is no plain op, so that generated code can name it."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.target = target
+        self.__name__ = self.__qualname__ = f"taped_{getattr(target, '__name__', 'call')}"
+        self.__module__ = __name__
+
+    def __call__(self, tape: Tape, index: int, *args: Any, **kwargs: Any) -> Any:
+        return tape.run(index, self.target, args, kwargs)
+
+
 def close_tape(tape: Tape) -> None:
     """End the forward of ``tape``."""
     tape.close()

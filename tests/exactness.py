@@ -198,8 +198,12 @@ def check(
     plans: Iterable[MakePlan] = PLANS,
     autocast: torch.dtype | None = None,
     seed: int = 7,
+    exact_peak: bool = True,
 ) -> Checked:
-    """Assert that the model's step under each plan is eager's step; see the module's docstring."""
+    """Assert that the model's step under each plan is eager's step; see the module's docstring.
+
+    ``exact_peak=False``: do not compare peaks, where a real kernel makes other tensors than its fake does.
+    """
     model, reference = _built(build), _built(build)
     region = None if autocast is None else Autocast("cpu", autocast)
     inputs = Inputs.of(args, kwargs or {})
@@ -217,7 +221,9 @@ def check(
         plan = make_plan(profiled.profile)
         for name, buffer in model.named_buffers():
             buffer.detach().copy_(state[name])
-        peaks[plan.planner], wrong = _compare(profiled, example, plan, model, inputs, eager, loss, region, seed)
+        peaks[plan.planner], wrong = _compare(
+            profiled, example, plan, model, inputs, eager, loss, region, seed, exact_peak
+        )
         found += [f"under {plan.planner}: {what}" for what in wrong]
     assert not found, "\n".join(found)
     return Checked(profiled, captured, eager, peaks)
@@ -233,6 +239,7 @@ def _compare(
     loss: Loss | None,
     region: Autocast | None,
     seed: int,
+    exact_peak: bool,
 ) -> tuple[int, list[str]]:
     """Run a step under ``plan``; return its peak and all that differs from what was promised."""
     own = {id(t) for _, t in _state(model)}
@@ -247,7 +254,7 @@ def _compare(
     step = run(forward, model, inputs, loss, region, seed, constants)
     found = differences(eager, step)
     peaks = {"simulated": timeline.peak_bytes, "verified": verification.verified_bytes, "measured": step.peak_bytes}
-    if len(set(peaks.values())) > 1:
+    if exact_peak and len(set(peaks.values())) > 1:
         found.append(f"peaks differ: {peaks}")
     if step.left_bytes > eager.left_bytes:
         found.append(f"{step.left_bytes} bytes are alive after the step, {eager.left_bytes} under eager")

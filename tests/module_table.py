@@ -22,6 +22,11 @@ from fxmem.simulate import drop_all
 from tests.exactness import check, on_the_way, tightest
 
 NUM_SAMPLES = 2
+NUMBERS_ONLY = {"nn.LSTM": "numbers only: the real kernel (oneDNN) keeps a workspace that fake tensors cannot tell"}
+"""Modules whose peak on CPU cannot be foretold, and why; their bits are compared all the same."""
+
+
+PLANS = (drop_all, on_the_way, tightest)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def outcome(info: ModuleInfo) -> Outcome:
     num_samples = 0
     for build, args, kwargs in samples(info):
         try:
-            check(build, *args, kwargs=kwargs, loss=_loss, plans=(drop_all, on_the_way, tightest))
+            check(build, *args, kwargs=kwargs, loss=_loss, plans=PLANS, exact_peak=info.name not in NUMBERS_ONLY)
         except fxmem.FxMemError as error:
             return Outcome(info.name, "refused", " ".join(f"{type(error).__name__}: {error}".split()))
         except Exception as error:
@@ -114,7 +119,7 @@ def outcome(info: ModuleInfo) -> Outcome:
         num_samples += 1
         if num_samples == NUM_SAMPLES:
             break
-    return Outcome(info.name, "passed" if num_samples else "untrainable")
+    return Outcome(info.name, "passed" if num_samples else "untrainable", NUMBERS_ONLY.get(info.name, ""))
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def test_equal_blocks_share_their_options() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_no_choice_of_recipes_beats_the_menu_at_any_price(seed: int) -> None:
     tables = tables_of(random_dag(seed, 10))
-    network = mincut._Network(tables, tables.nbytes)
+    network = mincut.Network(tables, tables.nbytes)
     menu = mincut.menu(tables)
     subsets = [[bool(mask >> p & 1) for p in range(len(tables.inputs))] for mask in range(1 << len(tables.inputs))]
     every = [network._choice(mincut.np.array(subset)) for subset in subsets]

@@ -39,6 +39,8 @@ FLOW_UNITS = 10**9
 MAX_CHOICES = 96
 """Prices after which a menu is left as it is."""
 SOURCE, SINK = 0, 1
+SECONDS, INFINITE = -1, -2
+"""What an edge carries if not weights: the seconds of the recipe at its tail, or more than any cut."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -84,7 +86,7 @@ def menu(
 
     At most ``max_choices`` prices are tried, widest gaps first.
     """
-    network = _Network(tables, tables.nbytes if weights is None else weights)
+    network = Network(tables, tables.nbytes if weights is None else weights)
     if not network.num_edges:
         return [network.nothing()]
     choices = [network.nothing(), network.solve(network.highest_price)]
@@ -113,46 +115,63 @@ def _gap(left: Choice, right: Choice) -> tuple[float, float, Choice, Choice]:
     return (-area, left.seconds, left, right)
 
 
-class _Network:
-    """The network of NOTE [The network]; only capacities depend on the price."""
+class Network:
+    """The network of NOTE [The network]; only capacities depend on prices and weights."""
 
     def __init__(self, tables: Tables, weights: Sequence[float]) -> None:
+        """Storages of weight 0 are left out for good."""
         self.tables = tables
-        self.weights = np.asarray(weights, dtype=np.float64)
         self.position = np.asarray(tables.position, dtype=np.int64)
         self.saved = np.asarray(tables.num_saves, dtype=np.int64) > 0
         self.seconds = np.asarray(tables.seconds, dtype=np.float64)
         self.total_seconds = float(self.seconds.sum()) or 1.0
-        tails, heads, self.edge_weight, self.edge_seconds = self._edges()
-        self.num_edges = int((self.edge_weight > 0).sum()) if len(tails) else 0
         self.num_vertices = 2 + len(tables.inputs) + len(tables.nbytes)
-        self._lay_out(tails, heads)
+        self.reads = csr_matrix(
+            (
+                np.ones(sum(map(len, tables.inputs))),
+                np.array([s for inputs in tables.inputs for s in inputs], dtype=np.int32),
+                np.concatenate([[0], np.cumsum([len(inputs) for inputs in tables.inputs])]).astype(np.int32),
+            ),
+            shape=(len(tables.inputs), len(tables.nbytes)),
+        )
+        self._lay_out(self._edges(np.asarray(weights, dtype=np.float64)))
+        self.weigh(weights)
+        self.num_edges = int((self.edge_weight > 0).sum())
 
-    def _edges(self) -> tuple[list[int], list[int], NDArray[np.float64], NDArray[np.float64]]:
+    def _edges(self, weights: NDArray[np.float64]) -> dict[tuple[int, int], list[int]]:
+        """Return the storages whose weights each edge carries; ``SECONDS`` and ``INFINITE`` for the other two kinds."""
         tables, num_recipes = self.tables, len(self.tables.inputs)
-        edges: dict[tuple[int, int], tuple[float, float]] = {}
-        for p in range(num_recipes):  # rule 1
-            edges[2 + p, SINK] = (0.0, tables.seconds[p])
+        edges: dict[tuple[int, int], list[int]] = {(2 + p, SINK): [SECONDS] for p in range(num_recipes)}  # rule 1
         for s, p in enumerate(tables.position):  # rule 2
             if p != NO_RECIPE and tables.num_saves[s]:
-                weight, _ = edges.get((SOURCE, 2 + p), (0.0, 0.0))
-                edges[SOURCE, 2 + p] = (weight + float(self.weights[s]), 0.0)
+                edges.setdefault((SOURCE, 2 + p), []).append(s)
         for p, inputs in enumerate(tables.inputs):  # rules 3 and 4
             for s in inputs:
-                if not tables.num_saves[s] and self.weights[s] > 0:
+                if not tables.num_saves[s] and weights[s] > 0:
                     vertex, maker = 2 + num_recipes + s, tables.position[s]
-                    edges[2 + p, vertex] = (np.inf, 0.0)
-                    edges[vertex, SINK if maker == NO_RECIPE else 2 + maker] = (float(self.weights[s]), 0.0)
-        tails, heads = [e[0] for e in edges], [e[1] for e in edges]
-        return tails, heads, np.array([w for w, _ in edges.values()]), np.array([t for _, t in edges.values()])
+                    edges[2 + p, vertex] = [INFINITE]
+                    edges[vertex, SINK if maker == NO_RECIPE else 2 + maker] = [s]
+        return edges
 
-    def _lay_out(self, tails: list[int], heads: list[int]) -> None:
+    def _lay_out(self, edges: dict[tuple[int, int], list[int]]) -> None:
         """Sort the edges once into the layout of a sparse matrix."""
-        order = np.lexsort((heads, tails))
-        self.edge_weight, self.edge_seconds = self.edge_weight[order], self.edge_seconds[order]
-        self.heads = np.asarray(heads, dtype=np.int32)[order]
-        counts = np.bincount(np.asarray(tails, dtype=np.int64), minlength=self.num_vertices)
+        keys = sorted(edges)
+        carried = [(e, s) for e, key in enumerate(keys) for s in edges[key] if s >= 0]
+        self.carrying = np.array([e for e, _ in carried], dtype=np.int64)
+        self.carried = np.array([s for _, s in carried], dtype=np.int64)
+        self.infinite = np.array([edges[key][0] == INFINITE for key in keys], dtype=bool)
+        timed = [key[0] - 2 if edges[key][0] == SECONDS else -1 for key in keys]
+        self.edge_seconds = np.append(self.seconds, 0.0)[timed]
+        self.heads = np.array([head for _, head in keys], dtype=np.int32)
+        counts = np.bincount([tail for tail, _ in keys], minlength=self.num_vertices)
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+    def weigh(self, weights: Sequence[float] | NDArray[np.float64]) -> None:
+        """Exchange the weights of the storages."""
+        self.weights = np.asarray(weights, dtype=np.float64)
+        self.edge_weight = np.zeros(len(self.edge_seconds))
+        np.add.at(self.edge_weight, self.carrying, self.weights[self.carried])
+        self.edge_weight[self.infinite] = np.inf
 
     @property
     def highest_price(self) -> float:
@@ -160,30 +179,38 @@ class _Network:
 
     def solve(self, price: float) -> Choice:
         """Return the choice that costs least at ``price`` seconds for each unit of weight."""
+        return self._choice(self.cut(price)[1])
+
+    def cut(self, price: float) -> tuple[float, NDArray[np.bool_]]:
+        """Return a lower bound on the least cost at ``price``, tight but for rounding, and the recipes to rerun."""
         scale = FLOW_UNITS / self.total_seconds
         with np.errstate(invalid="ignore"):
             real = scale * (price * self.edge_weight + self.edge_seconds)
         capacities = np.minimum(np.rint(real), FLOW_UNITS + 1).astype(np.int32)
         shape = (self.num_vertices, self.num_vertices)
         graph = csr_matrix((capacities, self.heads, self.starts), shape=shape)
-        flow = maximum_flow(graph, SOURCE, SINK).flow
-        residual = graph - flow
+        result = maximum_flow(graph, SOURCE, SINK)
+        residual = graph - result.flow
         residual.data[residual.data < 0] = 0
         residual.eliminate_zeros()
         reached = breadth_first_order(residual, SOURCE, return_predecessors=False)
         reruns = np.zeros(self.num_vertices, dtype=bool)
         reruns[reached] = True
-        return self._choice(reruns[2 : 2 + len(self.tables.inputs)])
+        least = max(0.0, (int(result.flow_value) - 0.5 * len(self.heads)) / scale)
+        return least, reruns[2 : 2 + len(self.tables.inputs)]
 
     def nothing(self) -> Choice:
         return self._choice(np.zeros(len(self.tables.inputs), dtype=bool))
 
     def _choice(self, reruns: NDArray[np.bool_]) -> Choice:
-        needed = self.saved.copy()
-        for p in np.flatnonzero(reruns):
-            needed[list(self.tables.inputs[p])] = True
+        kept_weight = float(self.weights[self.held(reruns)].sum())
+        return Choice(tuple(reruns.tolist()), kept_weight, float(self.seconds[reruns].sum()))
+
+    def held(self, reruns: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which storages the choice holds, those apart that no choice could let go of."""
+        needed = self.saved | (self.reads.T @ reruns.astype(np.float64) > 0)
         remade = np.zeros(len(needed), dtype=bool)
         droppable = self.position != NO_RECIPE
         remade[droppable] = reruns[self.position[droppable]]
-        kept_weight = float(self.weights[needed & ~remade & (droppable | ~self.saved)].sum())
-        return Choice(tuple(reruns.tolist()), kept_weight, float(self.seconds[reruns].sum()))
+        held: NDArray[np.bool_] = needed & ~remade & (droppable | ~self.saved)
+        return held

@@ -1,0 +1,29 @@
+"""torch's own list of modules, with torch's own sample inputs: each trains to the eager bits, or is refused by name."""
+
+import pytest
+
+from tests.module_table import Outcome, infos, outcome
+
+UNTRAINABLE = {"nn.SoftMarginLoss", "nn.BCELoss", "nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d"}
+"""With these sample inputs eager itself has nothing to train, or raises."""
+
+REFUSED = {
+    "nn.CTCLoss": "_ctc_loss",
+    "nn.GaussianNLLLoss": "data-dependent",
+}
+"""Modules that cannot be captured, and what the message names."""
+
+
+@pytest.mark.parametrize("name", infos())
+def test_module_trains_to_the_same_bits_or_is_refused_by_name(name: str) -> None:
+    seen = outcome(infos()[name])
+    if name in REFUSED:
+        assert seen.verdict == "refused", seen.why
+        assert REFUSED[name] in seen.why
+    else:
+        assert seen == Outcome(name, "untrainable" if name in UNTRAINABLE else "passed", seen.why), seen.why
+
+
+def test_at_least_95_percent_of_the_trainable_modules_pass() -> None:
+    trainable = infos().keys() - UNTRAINABLE
+    assert len(trainable - REFUSED.keys()) >= 0.95 * len(trainable)

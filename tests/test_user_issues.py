@@ -1,0 +1,473 @@
+"""Issues that users filed elsewhere, each as a test named after it; beside some, a test that shows the peer failing."""
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import fxmem
+from fxmem.module import OptimizedModule
+from fxmem.simulate import drop_all
+from tests.exactness import check, on_the_way, same_bits, tightest
+
+WIDTH = 16
+HARD = (drop_all, on_the_way, tightest)
+
+
+class Layer(nn.Module):
+    """A residual MLP layer; ``norm`` and ``dropout`` as asked for; checkpointed by torch if asked for."""
+
+    def __init__(self, norm: type[nn.Module] | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = norm(WIDTH) if norm is not None else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def stack(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(layer() for layer in layers), nn.Linear(WIDTH, WIDTH))
+
+
+def least(model: nn.Module, *args: Any, **options: Any) -> OptimizedModule:
+    """Return ``model`` optimized to the least budget that fits."""
+    with pytest.raises(fxmem.InfeasibleBudgetError) as info:
+        fxmem.optimize(model, args, budget=1, **options)
+    return fxmem.optimize(model, args, budget=info.value.least_bytes, **options)
+
+
+def twins(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(build())
+    return made[0], made[1]
+
+
+def batch(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (8, WIDTH)))
+
+
+def assert_same_gradients(a: nn.Module, b: nn.Module) -> None:
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert same_bits(p.grad, q.grad), name
+
+
+# -- never fresh randomness under recompute ----------------------------------------------------------------------------
+
+
+def test_pytorch_190758_dropout_masks_are_those_of_the_forward() -> None:
+    check(stack(*[lambda: Layer(dropout=0.4)] * 4), batch(), plans=HARD)
+
+
+def test_pytorch_190717_gradient_is_zero_exactly_where_the_mask_is() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    x = batch()
+    optimized = least(model, x, optimizer=None)
+    dropped: list[Tensor] = []
+    torch.manual_seed(1)
+    optimized(x).sum().backward()
+    torch.manual_seed(1)
+    dropped.append(F.dropout(model[0](x), 0.5))
+    mask = dropped[0] != 0
+    expected = (mask * 2 * (1 - dropped[0].tanh() ** 2) * model[3].weight.sum(0)).sum(0)
+    assert torch.allclose(model[0].bias.grad, expected, atol=1e-5)
+
+
+def test_olmo_core_828_the_loss_of_a_model_with_dropout_is_eagers() -> None:
+    eager, model = twins(stack(*[lambda: Layer(nn.LayerNorm, dropout=0.1)] * 4))
+    x = batch()
+    optimized = least(model, x)
+    for step in range(3):
+        losses = []
+        for m in (eager, optimized):
+            torch.manual_seed(step)
+            losses.append(m(x).square().mean())
+            losses[-1].backward()
+        assert same_bits(losses[0], losses[1])
+    assert_same_gradients(eager, model)
+
+
+@pytest.mark.documents_peer
+def test_torch_compile_memory_budget_draws_another_dropout_mask_in_backward() -> None:
+    import torch._functorch.config as functorch_config
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        dropped = F.dropout(x.sin(), 0.5)
+        return dropped.cos(), dropped
+
+    right = {}
+    for budget in (1.0, 0.0):
+        torch._dynamo.reset()
+        x = (torch.rand(1000) + 0.5).requires_grad_()
+        with functorch_config.patch(activation_memory_budget=budget), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            y, dropped = torch.compile(forward, backend="aot_eager_decomp_partition")(x)
+            y.sum().backward()
+        right[budget] = torch.allclose(x.grad, -dropped.sin() * (dropped != 0) * 2 * x.cos(), atol=1e-5)
+    assert right == {1.0: True, 0.0: False}
+
+
+# -- BatchNorm statistics once -----------------------------------------------------------------------------------------
+
+
+def test_pytorch_96136_batchnorm_statistics_are_updated_once() -> None:
+    eager, model = twins(stack(*[lambda: Layer(nn.BatchNorm1d)] * 3))
+    x = batch()
+    optimized = least(model, x, optimizer=None)
+    assert optimized.plan.dropped
+    for m in (eager, optimized):
+        m(x).sum().backward()
+    assert int(model[0].norm.num_batches_tracked) == 1
+    assert all(same_bits(a, b) for a, b in zip(eager.buffers(), model.buffers(), strict=True))
+
+
+@pytest.mark.documents_peer
+def test_pytorch_96136_torch_checkpoint_updates_them_twice() -> None:
+    layer = Layer(nn.BatchNorm1d)
+    checkpoint(layer, batch(), use_reentrant=False).sum().backward()
+    assert int(layer.norm.num_batches_tracked) == 2
+
+
+def test_pytorch_62471_batchnorm_in_a_convolutional_network() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU(inplace=True)) for _ in range(4))
+        )
+
+    check(build, batch(2, 2, 6, 6), plans=HARD)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_fairscale_1035_state_dict_after_a_step_is_the_same(norm: type[nn.Module], dtype: torch.dtype) -> None:
+    eager, model = twins(lambda: stack(*[lambda: Layer(norm)] * 2)().to(dtype))
+    x = batch().to(dtype)
+    optimized = least(model, x)
+    for m in (eager, optimized):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        m(x).sum().backward()
+        optimizer.step()
+    expected, found = eager.state_dict(), optimized.state_dict()
+    assert list(expected) == list(found)
+    assert all(same_bits(expected[name], found[name]) for name in expected)
+
+
+def test_pfn_extras_117_statistics_of_a_shared_batchnorm_are_updated_once_a_use() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(self.norm(x).relu())).relu()
+
+    check(Shared, batch(), plans=HARD)
+
+
+def test_efficient_densenet_73_momentum_needs_no_correction() -> None:
+    class Dense(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.BatchNorm2d(2 + 2 * i, momentum=0.3) for i in range(3))
+            self.convs = nn.ModuleList(nn.Conv2d(2 + 2 * i, 2, 3, padding=1) for i in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for norm, conv in zip(self.norms, self.convs, strict=True):
+                x = torch.cat([x, conv(norm(x).relu())], 1)
+            return x
+
+    check(Dense, batch(2, 2, 5, 5), plans=HARD)
+
+
+# -- LoRA, frozen inputs -----------------------------------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Layer(dropout=0.1).requires_grad_(False)
+        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class FrozenEmbedding(nn.Module):
+    """The embedding is frozen, so no layer's input requires grad until the first adapter has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH).requires_grad_(False)
+        self.layers = nn.ModuleList(LoRA() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _ids() -> Tensor:
+    return torch.arange(12).reshape(2, 6).remainder(11)
+
+
+def test_pytorch_6884_no_input_that_requires_grad() -> None:
+    check(stack(*[Layer] * 3), batch(), plans=HARD)
+
+
+def test_pytorch_7617_inputs_that_are_integers() -> None:
+    check(FrozenEmbedding, _ids(), plans=HARD)
+
+
+def test_peft_137_every_adapter_gets_its_gradient() -> None:
+    model = FrozenEmbedding()
+    optimized = least(model, _ids())
+    optimized(_ids()).sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_transformers_42489_adapters_put_on_after_planning_are_planned_anew() -> None:
+    eager, model = twins(stack(*[Layer] * 3))
+    x = batch()
+    optimized = least(model, x)
+    budgetless = fxmem.optimize(model, x)
+    for m in (eager, model):
+        m.requires_grad_(False)
+        m[1].up.requires_grad_()
+    assert optimized.original is budgetless.original
+    for m in (eager, budgetless):
+        m(x).sum().backward()
+    assert_same_gradients(eager, model)
+    assert model[0].up.weight.grad is None
+    assert model[1].up.weight.grad is not None
+
+
+@pytest.mark.documents_peer
+def test_peft_137_torch_checkpoint_reentrant_leaves_adapters_untrained() -> None:
+    layer = LoRA()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = checkpoint(layer, batch(), use_reentrant=True)
+    assert not output.requires_grad
+
+
+# -- recomputed values with other metadata -----------------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """A mixture of experts: each row goes to the expert that a noisy gate chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.gate(x) + torch.randn(x.shape[0], 4)
+        weight, chosen = logits.softmax(-1).max(-1)
+        return x + torch.bmm(x[:, None], self.experts[chosen])[:, 0].relu() * weight[:, None]
+
+
+def test_torchtitan_1117_routing_is_that_of_the_forward() -> None:
+    check(stack(*[Routed] * 3), batch(), plans=HARD)
+
+
+def test_transformers_34928_values_that_change_between_forward_and_backward_are_not_reread() -> None:
+    class Cached(nn.Module):
+        """Keeps a running mean in a buffer and adds it: a second run of the forward would see another one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("seen", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.lerp_(x.detach().mean(0), 0.5)
+            return self.linear(x + self.seen.clone()).tanh()
+
+    check(stack(*[Cached] * 3), batch(), plans=HARD)
+
+
+def test_transformers_47467_lengths_that_depend_on_the_routing_are_refused_by_name() -> None:
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x[: int((x > 0).sum())])
+
+    with pytest.raises(fxmem.CaptureError, match=r"Sliced could not be captured.*depends on the values in tensors"):
+        fxmem.optimize(Sliced(), batch())
+
+
+@pytest.mark.documents_peer
+def test_torchtitan_1117_torch_checkpoint_without_the_generator_state_routes_anew() -> None:
+    class Gated(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.rand(x.shape[0]) > 0.5
+            return x[rows].sin().exp()
+
+    output = checkpoint(Gated(), batch(64, WIDTH).requires_grad_(), use_reentrant=False, preserve_rng_state=False)
+    with pytest.raises(CheckpointError, match="different metadata"):
+        output.sum().backward()
+
+
+# -- data parallel -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process_group(tmp_path: Any) -> Any:
+    if not torch.distributed.is_available():
+        pytest.skip("torch is built without distributed")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = Layer(nn.BatchNorm1d, 0.2), Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("issue", "build", "unused"),
+    [
+        ("pytorch_24005", stack(*[lambda: Layer(nn.BatchNorm1d, 0.2)] * 3), False),
+        ("pytorch_83074", stack(*[lambda: Layer(nn.BatchNorm1d, 0.2)] * 3), True),
+        ("accelerate_3536", PartlyUsed, True),
+    ],
+    ids=["pytorch_24005", "pytorch_83074_find_unused_parameters", "accelerate_3536_unused_parameters"],
+)
+def test_distributed_data_parallel_around_an_optimized_model(issue: str, build: Any, unused: bool) -> None:
+    eager, model = twins(build)
+    x = batch()
+    wrapped = nn.parallel.DistributedDataParallel(least(model, x), find_unused_parameters=unused)
+    for m in (eager, wrapped):
+        torch.manual_seed(2)
+        for _ in range(2):
+            m(x).sum().backward()
+    assert_same_gradients(eager, model)
+
+
+# -- autocast ----------------------------------------------------------------------------------------------------------
+
+
+def test_pytorch_141896_recompute_runs_under_the_forwards_autocast() -> None:
+    check(stack(*[lambda: Layer(nn.LayerNorm, 0.1)] * 3), batch(), plans=HARD, autocast=torch.bfloat16)
+
+
+def test_pytorch_148831_backward_inside_and_outside_the_region_agree() -> None:
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model = stack(*[Layer] * 3)()
+        x = torch.ones(4, WIDTH)
+        optimized = least(model, x, autocast=torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = optimized(x).float().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_pytorch_193338_a_region_inside_the_model() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = Layer(), Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.inner(x)
+            return self.outer(y.float())
+
+    check(stack(Mixed, Mixed), batch(), plans=HARD)
+
+
+# -- graphs that train() and eval(), models that tracers refuse --------------------------------------------------------
+
+
+def test_pytorch_151726_train_and_eval_switch() -> None:
+    eager, model = twins(stack(*[lambda: Layer(nn.BatchNorm1d, 0.5)] * 2))
+    x = batch()
+    optimized = least(model, x)
+    for m in (eager, optimized):
+        torch.manual_seed(0)
+        m.train()(x).sum().backward()
+    assert_same_gradients(eager, model)
+    assert same_bits(eager.eval()(x), optimized.eval()(x))
+    assert not model[0].dropout.training
+    assert optimized.train().training
+    assert model[0].dropout.training
+
+
+@pytest.mark.documents_peer
+def test_pytorch_151726_an_exported_module_refuses() -> None:
+    exported = torch.export.export(stack(Layer)(), (batch(),)).module()
+    with pytest.raises(NotImplementedError, match="train"):
+        exported.train()
+
+
+class Shapes(nn.Module):
+    """Loops over a shape, optional arguments, a ``dict`` of keyword arguments, an assertion: what symbolic tracers refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        assert x.shape[-1] == WIDTH
+        for _ in range(x.shape[0] // 4):
+            x = self.linear(x).tanh()
+        if mask is not None:
+            x = x * mask
+        return {"y": x * options.get("scale", 1.0), **({"n": x.sum()} if options.get("count") else {})}
+
+
+def test_transformers_29923_optional_arguments() -> None:
+    check(Shapes, batch(), torch.rand(WIDTH), plans=HARD)
+    check(Shapes, batch(), None, plans=HARD)
+
+
+def test_transformers_31200_keyword_arguments() -> None:
+    check(Shapes, kwargs={"x": batch(), "scale": 0.5, "count": True}, plans=HARD)
+
+
+def test_transformers_35622_loops_over_shapes() -> None:
+    check(Shapes, batch(16, WIDTH), plans=HARD)
+
+
+def test_pytorch_70485_another_keyword_makes_another_graph() -> None:
+    eager, model = twins(Shapes)
+    x = batch()
+    optimized = fxmem.optimize(model, x)
+    for options in ({}, {"scale": 0.5}, {"count": True}, {}):
+        for m in (eager, optimized):
+            sum(t.sum() for t in m(x, **options).values()).backward()
+        assert_same_gradients(eager, model)
+
+
+@pytest.mark.documents_peer
+def test_transformers_35622_fx_symbolic_trace_refuses_loops_over_shapes() -> None:
+    with pytest.raises(Exception, match=r"Proxy|trace"):
+        torch.fx.symbolic_trace(Shapes())
