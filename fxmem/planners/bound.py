@@ -90,7 +90,7 @@ class Relaxation:
         """Return the best of earlier prices and of single ticks at which keeping everything exceeds the budget most."""
         everything = self._held_bytes(self.nbytes * (self.network.position != NO_RECIPE) * self.network.saved)
         excess = everything + self.certain_bytes - budget_bytes
-        candidates = [*self.best_prices]
+        candidates = [np.zeros(len(excess)), *self.best_prices[-4:]]
         for tick in _peaks(excess, NUM_STARTS):
             prices = np.zeros(len(excess))
             prices[tick] = upper_seconds / max(1.0, float(excess[tick]))

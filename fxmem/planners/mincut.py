@@ -118,7 +118,7 @@ def _gap(left: Choice, right: Choice) -> tuple[float, float, Choice, Choice]:
 class Network:
     """The network of NOTE [The network]; only capacities depend on prices and weights."""
 
-    def __init__(self, tables: Tables, weights: Sequence[float]) -> None:
+    def __init__(self, tables: Tables, weights: Sequence[float] | NDArray[np.float64]) -> None:
         """Storages of weight 0 are left out for good."""
         self.tables = tables
         self.position = np.asarray(tables.position, dtype=np.int64)
