@@ -7,11 +7,13 @@ or writes one in place. Shapes stay (rows, WIDTH), so every instruction fits eve
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fxmem.simulate import drop_all
 from tests.exactness import check, on_the_way, random_limits, tightest
@@ -121,7 +123,8 @@ WRITES: dict[str, Any] = {
 
 
 class Fuzzed(nn.Module):
-    """Runs a program; returns its last value and, alive but unused by the loss in part, one more."""
+    """Runs a program; returns its last value and one more. Where values are overwritten, all others too: a saved tensor
+    that was overwritten keeps what overwrote it alive, so that dead code would hold more than fxmem can foretell."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -143,7 +146,22 @@ class Fuzzed(nn.Module):
                 WRITES[name](self, a, b)
             else:
                 values.append(MAKES[name](self, a, b))
-        return values[-1], values[len(values) // 2]
+        overwrites = any(name in WRITES for name, _, _ in self.program)
+        return values[-1], values[len(values) // 2], [v.mean() for v in values if overwrites]
+
+
+def writes_to_a_view(program: Program) -> bool:
+    """True if an instruction overwrites a view; the backward of that makes other tensors on fakes than on real ones."""
+    model, found = Fuzzed(program), []
+
+    def noted(op: Any) -> Any:
+        return lambda m, a, b: (found.append(a._is_view()), op(m, a, b))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, op in WRITES.items():
+            patch.setitem(WRITES, name, noted(op))
+        model(torch.randn(ROWS, WIDTH))
+    return any(found)
 
 
 programs = st.lists(
@@ -157,7 +175,7 @@ def _eager_trains(program: Program) -> bool:
     """An in-place write may hit a value or view that backward needs; eager refuses those programs, and so may fxmem."""
     torch.manual_seed(0)
     try:
-        sum(t.sum() for t in Fuzzed(program)(torch.randn(ROWS, WIDTH))).backward()  # type: ignore[union-attr]
+        sum(t.sum() for t in tree_leaves(Fuzzed(program)(torch.randn(ROWS, WIDTH)))).backward()  # type: ignore[union-attr]
     except RuntimeError as error:
         return not any(text in str(error) for text in ("inplace", "in-place", "does not require grad"))
     return True
@@ -166,7 +184,7 @@ def _eager_trains(program: Program) -> bool:
 def _check(program: Program, seed: int, *, requires_grad: bool) -> None:
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_(requires_grad)
     plans = (drop_all, random_limits(seed), (on_the_way, tightest, random_limits(seed + 1))[seed % 3])
-    check(lambda: Fuzzed(program), x, plans=plans, seed=seed)
+    check(lambda: Fuzzed(program), x, plans=plans, seed=seed, exact_peak=not writes_to_a_view(program))
 
 
 @settings(max_examples=NUM_CASES, suppress_health_check=list(HealthCheck))

@@ -429,7 +429,7 @@ def test_pytorch_151726_an_exported_module_refuses() -> None:
 
 
 class Shapes(nn.Module):
-    """Loops over a shape, optional arguments, a ``dict`` of keyword arguments, an assertion: what symbolic tracers refuse."""
+    """Loops over a shape, optional and keyword arguments, an assertion: what symbolic tracers refuse."""
 
     def __init__(self) -> None:
         super().__init__()
