@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fxmem.planners.events import events_of
 from fxmem.planners.frontier import Clock
 from fxmem.planners.mincut import Network
 from fxmem.simulate import NO_RECIPE, Tables
@@ -126,7 +127,8 @@ def _peaks(values: NDArray[np.float64], count: int) -> list[int]:
 
 def _optional_ticks(tables: Tables) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the ticks, end exclusive, at which each storage is there if it is held (rules 3 and 4)."""
-    unpacked, _, gone = _events(tables)
+    events = events_of(tables)
+    unpacked, gone = events.unpacked, events.gone
     never = len(tables.ticks)
     wanted = _wanted(tables, unpacked)
     starts, ends = [], []
@@ -157,7 +159,8 @@ def _wanted(tables: Tables, unpacked: dict[int, int]) -> list[int]:
 def _certain_bytes(tables: Tables) -> NDArray[np.float64]:
     """Return for each tick the managed bytes that are there under every plan, but for those created in it."""
     num_ticks = len(tables.ticks)
-    created, (unpacked, released, gone) = _created(tables), _events(tables)
+    events = events_of(tables)
+    created, gone, unpacked, released = events.created, events.gone, events.unpacked, events.released
     change = np.zeros(num_ticks + 2)
     for s, nbytes in enumerate(tables.nbytes):
         spans = [(created[s] + 1, gone[s])]
@@ -171,26 +174,3 @@ def _certain_bytes(tables: Tables) -> NDArray[np.float64]:
                 change[last + 1] -= nbytes
     certain: NDArray[np.float64] = np.cumsum(change)[:num_ticks]
     return certain
-
-
-def _created(tables: Tables) -> list[int]:
-    created = [0] * len(tables.nbytes)
-    for number, row in enumerate(tables.ticks):
-        for s in row[3]:
-            created[s] = number
-    return created
-
-
-def _events(tables: Tables) -> tuple[dict[int, int], dict[int, int], list[int]]:
-    """Return first unpackings, last releases, and the ticks after which the forward lets go."""
-    unpacked: dict[int, int] = {}
-    released: dict[int, int] = {}
-    gone = [0] * len(tables.nbytes)
-    for number, (unpacks, _, _, _, lets_go, releases) in enumerate(tables.ticks):
-        for s in unpacks:
-            unpacked.setdefault(s, number)
-        for s in releases:
-            released[s] = number
-        for s in lets_go:
-            gone[s] = number
-    return unpacked, released, gone

@@ -1,197 +1,194 @@
-"""Checkmate's integer program: the least recompute seconds any schedule could have, as a yardstick on small graphs.
+"""The least recompute seconds any plan could have, as an integer program: a yardstick on small graphs.
 
-In: a profile, a budget, a time limit. Out: an :class:`Optimum`: the best schedule's seconds and the bound proved. Jain et
-al. 2020 (arXiv:1910.02653), solved by HiGHS through :func:`scipy.optimize.milp`.
+In: a profile, a budget, a time limit. Out: an :class:`Optimum`: the best schedule's seconds and the bound proved. The
+program is that of Jain et al. 2020 (arXiv:1910.02653; numbers in brackets are its equations), stated for this runtime
+(:mod:`fxmem.simulate`), which makes it far smaller: a forward happens once, what is refilled stays, and only the first
+unpacking of a storage can start a recomputation. Solved by HiGHS through :func:`scipy.optimize.milp`.
 
-Legend (the paper's letters). Stages t: one for each forward tick, one for each saved tensor that backward unpacks.
-S[t, s]: storage s is in memory when stage t begins. R[t, k]: recipe k reruns in stage t. N[t, s]: it makes a new copy of s
-there. FREE[t, s, k]: s goes as soon as k has rerun in stage t. U[t, k]: bytes in memory before recipe k of stage t.
+Legend (the paper's letters where it has one). Stages t: 0 is the forward, then one for the first unpacking of each
+storage that may be dropped. F[t, s]: storage s is full after stage t (the paper's S, but never falling; F[0, s]: kept).
+R[t, k]: recipe k reruns in stage t. E, W: a slot is empty and someone may ask for it; of a recipe's, any is. G[t, s]: s is
+held after stage t. L[t, s, k]: s is in memory when recipe k of stage t begins (it takes the place of the paper's FREE, and
+the sum over s that of U). C[t, k]: the rerun captures internals.
 
-Every plan is a schedule of this program, but not the other way around (a schedule may drop a storage again and again), so
-its bound holds for plans. Not modelled, all in the bound's favour: captured internals' workspace, and storages that may
-not be dropped but that empty slots hold longer than forward and autograd do.
+Every plan is a schedule of this program. The other way around, a schedule may choose for each recomputation afresh what
+to hold, where a plan has one limit for each storage; so the bound holds for plans, and is met where limits can say as much.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
-
+from fxmem.planners.events import Events, events_of
+from fxmem.planners.milp import ONE, ZERO, Expression, Milp, Optimum, minus, plus, term
 from fxmem.simulate import NO_RECIPE, Tables, tables_of
 from fxmem.types import GraphProfile
 
 
-@dataclass(frozen=True, slots=True)
-class Optimum:
-    """What the solver proved."""
+def optimum(
+    profile: GraphProfile,
+    budget_bytes: int,
+    *,
+    seconds: float,
+    lower_seconds: float = 0.0,
+    upper_seconds: float | None = None,
+) -> Optimum:
+    """Return the least recompute seconds within ``budget_bytes``, as far as ``seconds`` of solving tell.
 
-    recompute_seconds: float
-    """Of the best schedule found; infinite if none was."""
-    bound_seconds: float
-    """No plan within the budget recomputes for less; infinite if there is none."""
+    ``lower_seconds`` and ``upper_seconds``: what is known already (a bound, a plan's cost); both speed up the proof.
+    """
+    program = _Program(tables_of(profile), budget_bytes)
+    program.build()
+    return program.milp.solve(seconds, lower_seconds, upper_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
     tick: int
-    target: int | None
-    """The storage unpacked; None in forward."""
-    held: tuple[int, ...]
-    """Storages unpacked earlier at this tick: they stay until it ends."""
+    target: int
     ends_tick: bool
-
-
-def optimum(profile: GraphProfile, budget_bytes: int, *, seconds: float) -> Optimum:
-    """Return the least recompute seconds within ``budget_bytes``, as far as ``seconds`` of solving tell."""
-    return _Program(tables_of(profile), budget_bytes).solve(seconds)
 
 
 class _Program:
     def __init__(self, tables: Tables, budget_bytes: int) -> None:
         self.tables, self.budget_bytes = tables, budget_bytes
-        self.droppable = [s for s, p in enumerate(tables.position) if p != NO_RECIPE]
-        self.cost: list[float] = []
-        self.upper: list[float] = []
-        self.integral: list[int] = []
-        self.terms: list[tuple[int, int, float]] = []  # row, column, value
-        self.row_upper: list[float] = []
-        self.created, self.gone = self._forward_lifetimes()
-        self.base_bytes = self._undroppable_bytes()
-        self.stages = self._list_stages()
-        self.S: dict[tuple[int, int], int] = {}
-        for t in range(len(self.stages) + 1):
-            for s in self.droppable:
-                exists = t < len(self.stages) and self.created[s] < self.stages[t].tick
-                self.S[t, s] = self._variable(upper=1.0 if exists else 0.0)
-        for t, stage in enumerate(self.stages):
-            if stage.target is None:
-                self._forward_stage(t, stage)
-            else:
-                self._backward_stage(t, stage)
-
-    def _variable(self, *, cost: float = 0.0, upper: float = 1.0, integral: bool = True) -> int:
-        self.cost.append(cost)
-        self.upper.append(upper)
-        self.integral.append(int(integral))
-        return len(self.cost) - 1
-
-    def _at_most(self, upper: float, *terms: tuple[float, int]) -> None:
-        """Add the constraint that the terms' sum is at most ``upper``."""
-        row = len(self.row_upper)
-        self.terms += [(row, column, value) for value, column in terms]
-        self.row_upper.append(upper)
-
-    def _forward_lifetimes(self) -> tuple[list[int], list[int]]:
-        """Ticks at which storages are created, and after which the forward holds them no longer."""
-        created, gone = [0] * len(self.tables.nbytes), [0] * len(self.tables.nbytes)
-        for number, (_, _, _, creates, lets_go, _) in enumerate(self.tables.ticks):
-            for s in creates:
-                created[s] = number
-            for s in lets_go:
-                gone[s] = number
-        return created, gone
-
-    def _undroppable_bytes(self) -> list[int]:
-        ended = list(self.gone)
-        for number, row in enumerate(self.tables.ticks):
-            for s in row[5]:
-                ended[s] = max(ended[s], number)
-        held = [s for s, p in enumerate(self.tables.position) if p == NO_RECIPE]
-        return [
-            sum(self.tables.nbytes[s] for s in held if self.created[s] < number <= ended[s])
-            for number in range(len(self.tables.ticks))
-        ]
-
-    def _list_stages(self) -> list[_Stage]:
-        stages = []
-        for number, (unpacks, *_) in enumerate(self.tables.ticks):
-            targets = [s for s in dict.fromkeys(unpacks) if self.tables.position[s] != NO_RECIPE]
-            if not targets:
-                stages.append(_Stage(number, None, (), True))
-            for i, target in enumerate(targets):
-                stages.append(_Stage(number, target, tuple(targets[:i]), i == len(targets) - 1))
-        return stages
-
-    def _forward_stage(self, t: int, stage: _Stage) -> None:
-        """A tick in which nothing is unpacked, hence nothing reruns."""
-        _, _, peak_bytes, creates, _, _ = self.tables.ticks[stage.tick]
-        live = [(float(self.tables.nbytes[s]), self.S[t, s]) for s in self.droppable]
-        self._at_most(self.budget_bytes - self.base_bytes[stage.tick] - peak_bytes, *live)  # (8)
-        for s in self.droppable:
-            if s not in creates:  # (1c): what is there was there
-                self._at_most(0.0, (1.0, self.S[t + 1, s]), (-1.0, self.S[t, s]))
-            if self.created[s] < stage.tick <= self.gone[s]:  # forward still refers to it
-                self._at_most(-1.0, (-1.0, self.S[t, s]))
-
-    def _backward_stage(self, t: int, stage: _Stage) -> None:
-        tables, target = self.tables, stage.target
-        assert target is not None
-        R = [self._variable(cost=cost) for cost in tables.seconds]
-        N = {s: self._variable(integral=False) for s in self.droppable}
-        stays = {target, *stage.held}
-        for k, inputs in enumerate(tables.inputs):  # (1b): what a rerun reads is there or made
+        self.events = events_of(tables)
+        self.milp = Milp()
+        self.stages = _stages(tables, self.events)
+        self.readers: list[list[int]] = [[] for _ in tables.nbytes]
+        for k, inputs in enumerate(tables.inputs):
             for s in inputs:
-                if tables.position[s] != NO_RECIPE:
-                    self._at_most(0.0, (1.0, R[k]), (-1.0, self.S[t, s]), (-1.0, R[tables.position[s]]))
-        for s in self.droppable:
-            k, S, after = tables.position[s], self.S[t, s], self.S[t + 1, s]
-            self._at_most(0.0, (1.0, after), (-1.0, S), (-1.0, R[k]))  # (1c)
-            self._at_most(0.0, (1.0, R[k]), (-1.0, S), (-1.0, N[s]))  # a rerun makes what is not there
-            if s in stays:
-                self._at_most(-1.0, (-1.0, S), (-1.0, R[k]))  # (1d): what is unpacked is there
-            if s in stays and not stage.ends_tick:
-                self._at_most(-1.0, (-1.0, after))
-        self._memory(t, stage, R, N, stays)
+                self.readers[s].append(k)
 
-    def _memory(self, t: int, stage: _Stage, R: list[int], N: dict[int, int], stays: set[int]) -> None:
-        """U[t, k] as a running sum: (2) at the stage's start, (3) after each recipe, (8) while it runs."""
+    def build(self) -> None:
         tables = self.tables
-        _, start_bytes, peak_bytes, *_ = tables.ticks[stage.tick]
-        base_bytes = self.base_bytes[stage.tick]
-        U = [(float(tables.nbytes[s]), self.S[t, s]) for s in self.droppable]
-        users: dict[int, list[int]] = defaultdict(list)
-        for k, inputs in enumerate(tables.inputs):
-            for s in inputs:
-                users[s].append(k)
-        for k, inputs in enumerate(tables.inputs):
-            self._at_most(self.budget_bytes - base_bytes - start_bytes, *U, (float(tables.peak_bytes[k]), R[k]))
-            products = [s for s in tables.products[k] if tables.position[s] == k]
-            U += [(float(tables.nbytes[s]), N[s]) for s in products]
-            for s in (*products, *inputs):
-                if tables.position[s] != NO_RECIPE and s not in stays:
-                    free = self._free(t, s, k, R, N, users[s])
-                    U.append((-float(tables.nbytes[s]), free))
-        if stage.ends_tick:
-            self._at_most(self.budget_bytes - base_bytes - peak_bytes, *U)
+        F: list[Expression] = [ONE if p == NO_RECIPE else term(self.milp.binary()) for p in tables.position]
+        self._forward(F)
+        for t, stage in enumerate(self.stages):
+            before, F = F, list(F)
+            ancestors = self._ancestors(stage.target, F)
+            R = {k: term(self.milp.binary(cost=tables.seconds[k])) for k in ancestors}
+            self._rerun(stage, before, F, R)
+            self._memory(stage, before, F, R)
+            if stage.ends_tick:
+                end = self.stages[t + 1].tick if t + 1 < len(self.stages) else len(tables.ticks)
+                self._ticks(range(stage.tick, end), F)
 
-    def _free(self, t: int, s: int, k: int, R: list[int], N: dict[int, int], users: list[int]) -> int:
-        """FREE[t, s, k]: (5) to (7), as upper bounds: it runs, s is there, and nobody needs s afterwards."""
-        free = self._variable(integral=False)
-        self._at_most(0.0, (1.0, free), (-1.0, R[k]))
-        self._at_most(0.0, (1.0, free), (-1.0, self.S[t, s]), (-1.0, N[s]))
-        self._at_most(1.0, (1.0, free), (1.0, self.S[t + 1, s]))
-        for j in users:
-            if j > k:
-                self._at_most(1.0, (1.0, free), (1.0, R[j]))
-        return free
+    def _ancestors(self, target: int, F: list[Expression]) -> list[int]:
+        """Return the recipes that a recomputation of ``target`` may run, in order."""
+        if F[target] == ONE:
+            return []
+        stack, seen = [self.tables.position[target]], {self.tables.position[target]}
+        while stack:
+            for s in self.tables.inputs[stack.pop()]:
+                k = self.tables.position[s]
+                if k != NO_RECIPE and k not in seen and F[s] != ONE:
+                    seen.add(k)
+                    stack.append(k)
+        return sorted(seen)
 
-    def solve(self, seconds: float) -> Optimum:
-        rows, columns, values = zip(*self.terms, strict=True) if self.terms else ((), (), ())
-        shape = (len(self.row_upper), len(self.cost))
-        matrix = csr_array((np.array(values, dtype=np.float64), (rows, columns)), shape=shape)
-        result = milp(
-            np.array(self.cost),
-            integrality=np.array(self.integral),
-            bounds=Bounds(np.zeros(len(self.cost)), np.array(self.upper)),
-            constraints=LinearConstraint(matrix, ub=np.array(self.row_upper)),
-            options={"time_limit": seconds},
-        )
-        if result.status == 2:  # infeasible
-            return Optimum(float("inf"), float("inf"))
-        found = float("inf") if result.x is None else float(result.fun)
-        bound = getattr(result, "mip_dual_bound", None)
-        return Optimum(found, 0.0 if bound is None else max(0.0, float(bound)))
+    def _rerun(self, stage: _Stage, before: list[Expression], F: list[Expression], R: dict[int, Expression]) -> None:
+        tables, milp = self.tables, self.milp
+        for k in R:
+            for s in tables.products[k]:
+                if tables.position[s] != k or F[s] == ONE:
+                    continue
+                F[s] = ONE if s == stage.target else term(milp.binary())
+                milp.at_most(plus(before[s], (F[s], -1.0)))  # full stays full
+                milp.at_most(minus(F[s], plus(before[s], (R[k], 1.0))))  # (1c): what becomes full is rerun; (1d)
+            for s in tables.inputs[k]:
+                maker = tables.position[s]
+                if before[s] != ONE:  # (1b): what a rerun reads is there or made
+                    milp.at_most(minus(R[k], plus(before[s], (R[maker], 1.0))))
+
+    # -- who holds what ---------------------------------------------------------------------------------------------------
+
+    def _wants(self, F: list[Expression], tick: int) -> list[Expression]:
+        """W: for each recipe, whether the slot of some storage it makes is empty and someone may still ask for it."""
+        tables, milp = self.tables, self.milp
+        W: list[Expression] = [ZERO] * len(tables.inputs)
+        for k in reversed(range(len(tables.inputs))):
+            empties = []
+            for s in tables.products[k]:
+                if tables.position[s] != k or F[s] == ONE:
+                    continue
+                if self.events.unpacked.get(s, -1) >= tick:
+                    empties.append(minus(ONE, F[s]))
+                else:
+                    empties += [minus(W[j], F[s]) for j in self.readers[s] if W[j] != ZERO]
+            W[k] = milp.largest(empties)
+        return W
+
+    def _held(self, F: list[Expression], tick: int) -> list[Expression]:
+        """G: what is held at the start of ``tick`` (rules 1 to 3 of NOTE [Who holds a managed storage])."""
+        events, W = self.events, self._wants(F, tick)
+        G = []
+        for s, full in enumerate(F):
+            if not events.created[s] < tick:
+                G.append(ZERO)
+            elif tick <= events.gone[s]:
+                G.append(ONE)
+            elif tick <= events.released.get(s, -1):
+                G.append(full)
+            else:
+                wanting = [W[k] for k in self.readers[s] if W[k] != ZERO]
+                G.append(self.milp.largest([minus(plus(w, (full, 1.0)), ONE) for w in wanting]))
+        return G
+
+    # -- memory -----------------------------------------------------------------------------------------------------------
+
+    def _within(
+        self, held: Iterable[tuple[int, Expression]], rest_bytes: float, *more: tuple[Expression, float]
+    ) -> None:
+        """(8): the bytes of ``held``, of ``rest_bytes`` and of ``more`` are within the budget."""
+        weighed = [(expression, float(self.tables.nbytes[s])) for s, expression in held if expression != ZERO]
+        total = plus(ZERO, *weighed, *more)
+        self.milp.at_most(total, self.budget_bytes - rest_bytes, scale=1.0 / max(1, self.budget_bytes))
+
+    def _forward(self, F: list[Expression]) -> None:
+        """Ticks before the first stage, those left out that hold no more than a later one."""
+        end = self.stages[0].tick if self.stages else len(self.tables.ticks)
+        events, nbytes, highest = self.events, self.tables.nbytes, -1
+        for tick in reversed(range(end)):
+            certain = [s for s in range(len(nbytes)) if events.created[s] < tick <= events.gone[s]]
+            bytes_then = sum(nbytes[s] for s in certain) + self.tables.ticks[tick][2]
+            if bytes_then > highest:
+                highest = bytes_then
+                self._within(enumerate(self._held(F, tick)), self.tables.ticks[tick][2])
+
+    def _ticks(self, ticks: range, F: list[Expression]) -> None:
+        """Ticks after a stage and before the next; of those between which nothing goes, the highest."""
+        highest: dict[tuple[Expression, ...], int] = {}
+        for tick in ticks:
+            held = tuple(self._held(F, tick))
+            highest[held] = max(highest.get(held, -1), self.tables.ticks[tick][2])
+        for held, peak_bytes in highest.items():
+            self._within(enumerate(held), peak_bytes)
+
+    def _memory(self, stage: _Stage, before: list[Expression], F: list[Expression], R: dict[int, Expression]) -> None:
+        """What is in memory when each recipe of a stage begins, and how far it rises above that."""
+        tables, milp, tick = self.tables, self.milp, stage.tick
+        start_bytes = tables.ticks[tick][1]
+        G_before, G_after = self._held(before, tick), self._held(F, tick)
+        for k in R:
+            L = list(enumerate(G_before))
+            for s, maker in enumerate(tables.position):
+                later = [R[j] for j in self.readers[s] if j >= k and j in R]
+                if maker != NO_RECIPE and maker < k:
+                    L[s] = (s, milp.largest([G_after[s], *later]))
+                elif maker == NO_RECIPE and G_before[s] != ONE:
+                    L[s] = (s, milp.largest([G_after[s], *later]) if G_before[s] != ZERO else ZERO)
+            refills = [minus(F[s], before[s]) for s in tables.products[k] if tables.position[s] == k]
+            internal = [tables.internal[s] for s in tables.products[k] if tables.position[s] == k]
+            C = milp.largest([r for r, is_internal in zip(refills, internal, strict=True) if is_internal and r != ZERO])
+            more_bytes = float(tables.capture_peak_bytes[k] - tables.peak_bytes[k])
+            self._within(L, start_bytes, (R[k], float(tables.peak_bytes[k])), (C, more_bytes))
+
+
+def _stages(tables: Tables, events: Events) -> list[_Stage]:
+    firsts = sorted((tick, s) for s, tick in events.unpacked.items() if tables.position[s] != NO_RECIPE)
+    order = [
+        (tick, s) for tick, row in enumerate(tables.ticks) for s in dict.fromkeys(row[0]) if (tick, s) in set(firsts)
+    ]
+    return [_Stage(tick, s, i + 1 == len(order) or order[i + 1][0] != tick) for i, (tick, s) in enumerate(order)]

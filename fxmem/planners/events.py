@@ -1,0 +1,35 @@
+"""When each storage is made, unpacked, released and let go of by the forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxmem.simulate import Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Numbers of ticks."""
+
+    created: list[int]
+    gone: list[int]
+    """After which the forward holds the storage no longer."""
+    unpacked: dict[int, int]
+    """The first at which autograd asks for it, if it does."""
+    released: dict[int, int]
+    """The last after which autograd releases it, if it saved it."""
+
+
+def events_of(tables: Tables) -> Events:
+    """Return the events of all storages."""
+    events = Events([0] * len(tables.nbytes), [0] * len(tables.nbytes), {}, {})
+    for tick, (unpacks, _, _, creates, lets_go, releases) in enumerate(tables.ticks):
+        for s in creates:
+            events.created[s] = tick
+        for s in lets_go:
+            events.gone[s] = tick
+        for s in unpacks:
+            events.unpacked.setdefault(s, tick)
+        for s in releases:
+            events.released[s] = tick
+    return events

@@ -1,0 +1,121 @@
+"""A small way of writing down mixed integer programs, solved by HiGHS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+Expression = tuple[float, tuple[tuple[int, float], ...]]
+"""A constant, and pairs of variable and factor in order of variables."""
+ZERO: Expression = (0.0, ())
+ONE: Expression = (1.0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """What the solver proved."""
+
+    recompute_seconds: float
+    """Of the best schedule found; infinite if none was."""
+    bound_seconds: float
+    """No plan within the budget recomputes for less; infinite if there is none."""
+
+
+def term(variable: int) -> Expression:
+    return (0.0, ((variable, 1.0),))
+
+
+def plus(left: Expression, *right: tuple[Expression, float]) -> Expression:
+    """Return ``left`` plus each of ``right`` times its factor."""
+    constant, factors = left[0], dict(left[1])
+    for (other, terms), times in right:
+        constant += times * other
+        for variable, factor in terms:
+            factors[variable] = factors.get(variable, 0.0) + times * factor
+    return (constant, tuple(sorted((v, f) for v, f in factors.items() if f)))
+
+
+def minus(left: Expression, right: Expression) -> Expression:
+    return plus(left, (right, -1.0))
+
+
+class Milp:
+    """Variables between 0 and 1, and constraints."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.integral: list[int] = []
+        self.rows: list[tuple[tuple[tuple[int, float], ...], float]] = []
+        self.impossible = False
+        self.largest_of: dict[tuple[Expression, ...], Expression] = {}
+
+    def binary(self, *, cost: float = 0.0) -> int:
+        return self._variable(cost, 1)
+
+    def _variable(self, cost: float, integral: int) -> int:
+        self.cost.append(cost)
+        self.integral.append(integral)
+        return len(self.cost) - 1
+
+    def at_most(self, expression: Expression, upper: float = 0.0, *, scale: float = 1.0) -> None:
+        constant, terms = expression
+        if terms:
+            self.rows.append((tuple((v, f * scale) for v, f in terms), (upper - constant) * scale))
+        elif constant > upper:
+            self.impossible = True
+
+    def largest(self, expressions: list[Expression]) -> Expression:
+        """Return an expression that is at least zero and all of these, each of which is at most one."""
+        if ONE in expressions:
+            return ONE
+        key = tuple(sorted({e for e in expressions if e != ZERO}))
+        if not key:
+            return ZERO
+        if len(key) == 1 and _never_negative(key[0]):
+            return key[0]
+        if key not in self.largest_of:
+            result = self.largest_of[key] = term(self._variable(0.0, 0))
+            for expression in key:
+                self.at_most(minus(expression, result))
+        return self.largest_of[key]
+
+    def solve(self, seconds: float, lower: float, upper: float | None) -> Optimum:
+        """Return what minimizing the cost within ``seconds`` proves, given that it lies between two numbers."""
+        if self.impossible:
+            return Optimum(float("inf"), float("inf"))
+        unit = max(self.cost, default=1.0) or 1.0  # of cost, so that the solver's tolerances fit
+        if not any(self.cost):
+            return Optimum(0.0, 0.0) if not self.rows else self._run(seconds, 0.0, None, unit)
+        return self._run(seconds, lower, upper, unit)
+
+    def _run(self, seconds: float, lower: float, upper: float | None, unit: float) -> Optimum:
+        cost = np.array(self.cost) / unit
+        entries = [(r, v, f) for r, (terms, _) in enumerate(self.rows) for v, f in terms]
+        entries += [(len(self.rows), v, float(c)) for v, c in enumerate(cost) if c]
+        rows, columns, values = zip(*entries, strict=True)
+        shape = (len(self.rows) + 1, len(cost))
+        matrix = csr_array((np.array(values), (np.array(rows), np.array(columns))), shape=shape)
+        least = np.full(shape[0], -np.inf)
+        least[-1] = lower / unit * (1 - 1e-7)
+        most = np.array([u for _, u in self.rows] + [np.inf if upper is None else upper / unit * (1 + 1e-6) + 1e-9])
+        result = milp(
+            cost,
+            integrality=np.array(self.integral),
+            bounds=Bounds(np.zeros(len(cost)), np.ones(len(cost))),
+            constraints=LinearConstraint(matrix, least, most),
+            options={"time_limit": seconds, "mip_rel_gap": 1e-5},
+        )
+        if result.status == 2:  # infeasible
+            return Optimum(float("inf"), float("inf") if upper is None else upper)
+        found = float("inf") if result.x is None else float(result.fun) * unit
+        bound = getattr(result, "mip_dual_bound", None)
+        return Optimum(found, lower if bound is None else max(lower, float(bound) * unit))
+
+
+def _never_negative(expression: Expression) -> bool:
+    """True of a variable, and of one less a variable."""
+    constant, terms = expression
+    return constant + sum(min(0.0, factor) for _, factor in terms) >= 0.0
