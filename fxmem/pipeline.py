@@ -14,6 +14,7 @@ from torch import fx
 from fxmem.capture import Captured, Inputs, capture
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.planners import PLANNERS, cheapest_within, pareto
+from fxmem.planners.gap import lower_bound
 from fxmem.profile import Profiled, profile
 from fxmem.replay import Autocast
 from fxmem.report import Report, build_report
@@ -74,6 +75,9 @@ def compile_model(
         eager_peak_bytes=eager_bytes,
         floor_bytes=points[-1].peak_bytes,
         peak_step=chosen.timeline.peak_step,
+        bound_seconds=lower_bound(
+            profiled.profile, settings.budget_bytes or chosen.point.peak_bytes, chosen.point.recompute_seconds
+        ),
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings),
     )

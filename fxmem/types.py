@@ -233,6 +233,13 @@ class FrontierPoint:
     plan: Plan
     peak_bytes: int
     recompute_seconds: float
+    bound_seconds: float = 0.0
+    """No plan whose peak is at most this one's recomputes for less; 0 where nothing better is known."""
+
+    @property
+    def gap_seconds(self) -> float:
+        """At most so much more than the best plan of this peak."""
+        return self.recompute_seconds - self.bound_seconds
 
 
 @dataclass(frozen=True, slots=True)

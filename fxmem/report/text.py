@@ -40,6 +40,8 @@ class Report:
     """Estimated time of what is recomputed in one step."""
     overhead_ratio: float
     """``overhead_seconds`` over the estimated time of the eager step."""
+    gap_ratio: float
+    """At most so much of the eager step's time could the best of all plans save, as proved by a lower bound."""
     plan_seconds: float
     """Time that capture, profile, plan, rewrite and verification took."""
     static: StaticBytes
@@ -75,10 +77,11 @@ def build_report(
     eager_peak_bytes: int,
     floor_bytes: int,
     peak_step: int,
+    bound_seconds: float,
     plan_seconds: float,
     notes: tuple[str, ...],
 ) -> Report:
-    """Return the report of ``point``."""
+    """Return the report of ``point``; no plan within the budget recomputes for less than ``bound_seconds``."""
     dropped = set(point.plan.dropped)
     rows = tuple(
         Row(
@@ -99,6 +102,7 @@ def build_report(
         floor_bytes=floor_bytes,
         overhead_seconds=point.recompute_seconds,
         overhead_ratio=point.recompute_seconds / profile.step_seconds if profile.step_seconds else 0.0,
+        gap_ratio=(point.recompute_seconds - bound_seconds) / profile.step_seconds if profile.step_seconds else 0.0,
         plan_seconds=plan_seconds,
         static=profile.static,
         peak_at=place_of_tick(profile, peak_step),
@@ -144,6 +148,7 @@ def _render(report: Report) -> str:
         f"peak at {report.peak_at}",
         f"recompute {report.overhead_seconds * 1e3:.3f} ms a step, {report.overhead_ratio:.1%} of the eager step "
         f"(estimate); planner {report.planner}, {report.plan_seconds:.1f} s",
+        f"the best of all plans could save at most {report.gap_ratio:.2%} of the eager step beyond this one",
         "",
         detail,
         *(f"note: {note}" for note in report.notes),
