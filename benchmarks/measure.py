@@ -1,0 +1,290 @@
+"""One measurement: a model trained one way beside eager, in this process, steps interleaved.
+
+In: names and amounts. Out: a :class:`Row` of plain numbers.
+
+NOTE [What is measured]
+
+1. The step is fxmem's own definition (NOTE [The training step] in fxmem/step.py) with plain SGD: forward, loss, backward,
+   update, gradients set to None. Peaks count parameters, buffers, gradients and batch.
+2. ``peak_bytes``: live storages seen by the dispatcher (CPU) or the caching allocator's maximum (CUDA).
+   ``allocator_peak_bytes``: the same step seen by torch's profiler at the CPU allocator, scratch inside kernels
+   included: an independent second opinion. The tracker stays on inside code that the partitioner alone compiled;
+   inductor's kernels bypass the dispatcher, there the profiler's figure is the only one and stands in both places.
+3. Time is CPU time of the process on CPU, so that neighbours on the machine count little, and wall time between
+   synchronizations on CUDA. Ratios are taken pair by pair, in alternating order; median and quartiles are kept.
+4. Gradients and buffers after one step from equal states and equal seeds are compared with eager's bit by bit. A
+   compiled way draws other random numbers than eager, so where the model has dropout it is compared with itself
+   without recomputation.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+import fxmem
+from benchmarks import models
+from benchmarks.models import Batch, BenchModel
+from benchmarks.ways import EAGER, NO_RECOMPUTE, Contender, NotApplicable, Way, apply
+from fxmem.step import run_step
+from fxmem.track import StorageTracker, tensors_of
+
+SEED = 7
+LEARNING_RATE = 1e-4
+
+
+@dataclass
+class Row:
+    """One model trained one way; fields that were not measured are None, and ``problem`` says why."""
+
+    model: str
+    way: str
+    kind: str
+    amount: float | None = None
+    problem: str | None = None
+    peak_bytes: int | None = None
+    allocator_peak_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    eager_peak_bytes: int | None = None
+    floor_bytes: int | None = None
+    """The least peak fxmem reaches (fxmem's rows only)."""
+    time_ratio: float | None = None
+    """Median over interleaved pairs of the step's time over eager's."""
+    time_ratio_low: float | None = None
+    time_ratio_high: float | None = None
+    estimated_ratio: float | None = None
+    num_pairs: int | None = None
+    eager_seconds: float | None = None
+    flops_ratio: float | None = None
+    """Counted FLOPs (matrix products, convolutions) over eager's."""
+    prepare_seconds: float | None = None
+    """Planning or compiling; for compiled ways the first step is part of it."""
+    num_nodes: int | None = None
+    """Nodes of the captured graph (fxmem's rows only)."""
+    gradients: str | None = None
+    """``bitwise``, or the largest relative error over the parameters."""
+    gradient_error: float | None = None
+    buffers: str | None = None
+    """``equal``, or the first buffer that differs."""
+    commit: str | None = None
+
+
+def measure(model_name: str, scale: str, way: Way, seconds: float, device: str = "cpu") -> Row:
+    """Return the row of ``way`` on ``model_name``; at most about ``seconds`` are spent on timed pairs."""
+    row = Row(model_name, way.name, way.kind, way.amount)
+    try:
+        _measure(row, models.get(model_name), scale, way, seconds, torch.device(device))
+    except NotApplicable as reason:
+        row.problem = f"not applicable: {reason}"
+    except fxmem.InfeasibleBudgetError as error:
+        row.problem = f"not reachable: least peak {error.least_bytes / 1e6:.1f} MB"
+        row.floor_bytes = error.least_bytes
+    except Exception as error:
+        row.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return row
+
+
+def _measure(row: Row, bench: BenchModel, scale: str, way: Way, seconds: float, device: torch.device) -> None:
+    torch.manual_seed(SEED)
+    initial = bench.build(scale).to(device)
+    batch = tree_map_only(Tensor, lambda t: t.to(device), bench.batch(scale))
+    racers = {"eager": Racer(EAGER, initial, bench, batch)}
+    reference = racers["eager"].gradients
+    against_itself = way.compiled and _has_dropout(initial)
+    if against_itself:
+        own = NO_RECOMPUTE if way.kind == "partitioner" else replace(way, amount=1.0)
+        reference = Racer(own, initial, bench, batch).gradients
+    racer = racers["way"] = Racer(way, initial, bench, batch)
+    row.prepare_seconds = racer.prepare_seconds
+    row.predicted_peak_bytes = racer.contender.predicted_peak_bytes
+    row.estimated_ratio = racer.contender.estimated_ratio
+    if way.is_fxmem:
+        optimized: Any = racer.contender.module
+        row.floor_bytes = optimized.report.floor_bytes
+        row.num_nodes = len(optimized.graph_module.graph.nodes)
+    _compare_numbers(row, racers, reference, " against itself" if against_itself else "")
+    del initial, reference
+    _measure_peaks(row, way, racers)
+    _measure_times(row, racers, seconds)
+
+
+class Racer:
+    """A copy of the model, trained one way, with its optimizer and the numbers of its first step."""
+
+    def __init__(self, way: Way, initial: nn.Module, bench: BenchModel, batch: Batch) -> None:
+        self.bench, self.batch = bench, batch
+        model = copy.deepcopy(initial)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        start = time.perf_counter()
+        self.contender: Contender = apply(way, model, bench, batch, self.optimizer)
+        self.prepare_seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        self.gradients, self.buffers = self._first_step()
+        if self.contender.compile_on_first_step:
+            self.prepare_seconds += time.perf_counter() - start
+
+    def _first_step(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        torch.manual_seed(SEED)
+        run_step(self.forward, self.bench.loss)
+        module = self.contender.module
+        gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        self.optimizer.zero_grad(set_to_none=True)
+        return gradients, {n: b.detach().clone() for n, b in module.named_buffers()}
+
+    def forward(self) -> Any:
+        args, kwargs = self.batch
+        return self.contender.forward(*args, **kwargs)
+
+    def step(self) -> None:
+        """Run one whole training step."""
+        run_step(self.forward, self.bench.loss, self.optimizer)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    rates = (value for module in model.modules() for name, value in vars(module).items() if _is_rate(module, name))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _is_rate(module: nn.Module, name: str) -> bool:
+    return (name == "p" and "drop" in type(module).__name__.lower()) or "dropout" in name or name == "drop_prob"
+
+
+def _compare_numbers(row: Row, racers: dict[str, Racer], expected: dict[str, Tensor], note: str) -> None:
+    eager, racer = racers["eager"], racers["way"]
+    row.gradient_error = largest_relative_error(expected, racer.gradients)
+    row.gradients = ("bitwise" if row.gradient_error == 0 else f"{row.gradient_error:.1e}") + note
+    wrong = [n for n, b in eager.buffers.items() if not _close(b, racer.buffers.get(n))]
+    row.buffers = "equal" if not wrong else f"{len(wrong)} of {len(eager.buffers)} wrong, {wrong[0]} first"
+    for each in (eager, racer):
+        each.gradients, each.buffers = {}, {}
+
+
+def _close(expected: Tensor, actual: Tensor | None) -> bool:
+    return actual is not None and torch.allclose(expected.double(), actual.double(), rtol=1e-2, atol=1e-5)
+
+
+def largest_relative_error(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> float:
+    """Return max over parameters of |a - e| / |e| (Frobenius), 0 only if all bits agree; a lost gradient counts 1."""
+    worst = 0.0
+    largest = max(float(e.norm()) for e in expected.values())
+    for name, e in expected.items():
+        a = actual.get(name)
+        if a is None:
+            worst = max(worst, 1.0)
+        elif not torch.equal(e, a):
+            # A bias before a normalization has a gradient of rounding errors only; compare those with the largest.
+            scale = max(float(e.norm()), 1e-4 * largest)
+            worst = max(worst, float((a - e).norm()) / scale, 1e-30)
+    return worst
+
+
+# -- peaks -------------------------------------------------------------------------------------------------------------
+
+
+class CompiledTracker(StorageTracker):
+    """A tracker under which code that dynamo compiled runs as compiled: other modes make dynamo run the original."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one tracked step."""
+
+    tracked_bytes: int
+    allocator_bytes: int | None
+    flops: int
+
+
+def _measure_peaks(row: Row, way: Way, racers: dict[str, Racer]) -> None:
+    eager, peak = peak_of(racers["eager"]), peak_of(racers["way"])
+    row.eager_peak_bytes = eager.tracked_bytes
+    row.allocator_peak_bytes = peak.allocator_bytes
+    row.peak_bytes = peak.allocator_bytes if way.kind == "inductor" else peak.tracked_bytes
+    if eager.flops and way.kind != "inductor":
+        row.flops_ratio = peak.flops / eager.flops
+
+
+def peak_of(racer: Racer) -> Peak:
+    """Return the peak of one step, seen by the tracker and by the allocator (NOTE [What is measured], rule 2)."""
+    racer.step()
+    gc.collect()
+    holders = (racer.contender.module, racer.optimizer, racer.batch)
+    if next(racer.contender.module.parameters()).is_cuda:
+        with fxmem.track(*holders) as memory:
+            racer.step()
+        return Peak(memory.peak_bytes, torch.cuda.max_memory_reserved(), 0)
+    flops = 0
+
+    def count(func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        nonlocal flops
+        counter = flop_registry.get(func._overloadpacket)
+        if counter is not None:
+            flops += counter(*args, **kwargs, out_val=output)
+
+    tracker = CompiledTracker(on_op=count)
+    static_bytes = tracker.hold(tensors_of(holders))
+    with tracker:
+        racer.step()
+    return Peak(tracker.peak_bytes, static_bytes + allocator_rise_bytes(racer.step), flops)
+
+
+def allocator_rise_bytes(step: Callable[[], None]) -> int:
+    """Return the largest growth of the CPU allocator's bytes during ``step``, from the profiler's memory events."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    live = peak = 0
+    for event in events:
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+def _measure_times(row: Row, racers: dict[str, Racer], seconds: float) -> None:
+    times: dict[str, list[float]] = {name: [] for name in racers}
+    once = sum(_seconds_of(racer) for racer in racers.values())
+    row.num_pairs = int(min(25, max(5, seconds / once)))
+    for i in range(row.num_pairs):
+        for name in list(racers) if i % 2 else reversed(list(racers)):
+            times[name].append(_seconds_of(racers[name]))
+    low, middle, high = quartiles(w / e for w, e in zip(times["way"], times["eager"], strict=True))
+    row.time_ratio, row.time_ratio_low, row.time_ratio_high = middle, low, high
+    row.eager_seconds = statistics.median(times["eager"])
+
+
+def _seconds_of(racer: Racer) -> float:
+    if not next(racer.contender.module.parameters()).is_cuda:
+        start = time.process_time()
+        racer.step()
+        return time.process_time() - start
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    racer.step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
+    """Return the first quartile, the median and the third quartile."""
+    low, middle, high = statistics.quantiles(list(values), n=4, method="inclusive")
+    return low, middle, high
