@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from fxmem.capture import Inputs, capture
+from fxmem.capture import Captured, Inputs, capture
 from fxmem.pipeline import Settings, emit_within_budget, frontier_of, profile_model
 from fxmem.replay import Autocast
 from fxmem.step import run_step
@@ -40,22 +40,22 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     done = json.loads(arguments.results.read_text())["points"] if arguments.results.exists() else {}
-    todo = [key for key in configurations(arguments.models or _by_turns()) if "/".join(key) not in done]
+    todo = [key for key in configurations(arguments.models or _by_turns()) if f"{'/'.join(key)}/adamw" not in done]
     start = time.monotonic()
     for i, key in enumerate(todo):
-        done["/".join(key)] = run_configuration(*key, arguments.plan_seconds)
+        for optimizer, records in run_configuration(*key, arguments.plan_seconds).items():
+            done[f"{'/'.join(key)}/{optimizer}"] = records
         _write(arguments.results, done)
         left = (time.monotonic() - start) / (i + 1) * (len(todo) - i - 1)
         print(f"[{i + 1}/{len(todo)}] {'/'.join(key):<44} {left / 60:5.1f} min left", flush=True)
     print_table(done)
 
 
-def configurations(models: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (model, precision, optimizer)."""
+def configurations(models: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield (model, precision)."""
     for model in models:
         for precision in ("fp32", "bf16"):
-            for optimizer in OPTIMIZERS:
-                yield model, precision, optimizer
+            yield model, precision
 
 
 def _by_turns() -> list[str]:
@@ -67,15 +67,27 @@ def _by_turns() -> list[str]:
     return [names[i] for i in range(longest) for names in families.values() if i < len(names)]
 
 
-def run_configuration(name: str, precision: str, optimizer: str, plan_seconds: float) -> list[dict[str, Any]]:
-    """Return one record a budget: bytes of budget, prediction and measurement."""
+def run_configuration(name: str, precision: str, plan_seconds: float) -> dict[str, list[dict[str, Any]]]:
+    """Return, for each optimizer, one record a budget: bytes of budget, prediction and measurement."""
     entry = zoo.get(name)
     torch.manual_seed(0)
     model = entry.build().train()
     inputs = Inputs.of(*entry.batch(entry.default_batch))
     region = Autocast("cpu", torch.bfloat16) if precision == "bf16" else None
-    settings = Settings(None, optimizer, entry.loss, "auto", plan_seconds, None)
     captured = capture(model, inputs, region)
+    return {o: _run_budgets(entry, model, captured, inputs, region, o, plan_seconds) for o in OPTIMIZERS}
+
+
+def _run_budgets(
+    entry: zoo.ZooModel,
+    model: torch.nn.Module,
+    captured: Captured,
+    inputs: Inputs,
+    region: Autocast | None,
+    optimizer: str,
+    plan_seconds: float,
+) -> list[dict[str, Any]]:
+    settings = Settings(None, optimizer, entry.loss, "auto", plan_seconds, None)
     profiled = profile_model(model, captured, inputs, settings)
     points = frontier_of(profiled.profile, settings)
     eager_bytes = eager_peak_bytes(model, captured, inputs, entry.loss, optimizer)

@@ -4,8 +4,9 @@ The front end is ``torch.export.export(strict=False)``: linear, layer_norm, atte
 so autograd and autocast run through the captured graph as through the model. The graph is flattened (leaf inputs to
 leaf outputs) and its parameters, the very same objects under the same names, are read where they are first used.
 
-Not kept by the front end: the backward of a custom ``autograd.Function`` and hooks set inside forward. So what was
-captured is checked: on fakes, the model and the graph must build the same autograd graph.
+Not kept by the front end: the backward of a custom ``autograd.Function`` and hooks set inside forward. These calls
+become opaque nodes (:mod:`fxmem.opaque`), and what was captured is checked: on fakes, the model and the graph must
+build the same autograd graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -24,7 +25,8 @@ from torch.fx.graph_module import _assign_attr
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fxmem.errors import CaptureError, InputError
-from fxmem.fake import FakeWorld, attributes_restored, no_value_checks
+from fxmem.fake import FakeWorld, ScalarReads, attributes_restored, no_value_checks
+from fxmem.opaque import Opaque, kept_whole, opaque_call
 from fxmem.regions import Region, Scoped
 from fxmem.replay import Autocast
 from fxmem.types import Source
@@ -61,6 +63,8 @@ class Captured:
     autocast: Autocast | None
     dynamic: Dims = frozenset()
     """Dimensions of input leaves that may have another size."""
+    parameters: tuple[torch.Tensor, ...] = ()
+    """The model's parameters in its own order, in which an optimizer steps them."""
 
     def call(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> Any:
         """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it."""
@@ -94,14 +98,18 @@ def capture(
     args, kwargs = inputs.call()
     _check_arguments(model, args, kwargs)
     try:
-        module = _exported(model, inputs, autocast, dynamic)
+        with kept_whole() as opaques:
+            module = _exported(model, inputs, autocast, dynamic)
+    except CaptureError:
+        raise
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} could not be captured by torch.export: {_first_lines(error)}. If its control flow "
             "depends on the values in tensors, move that part out of the model or optimize the parts around it."
         ) from error
     assert module._out_spec is not None
-    captured = Captured(_with_unused_state(_flat(module, model), model), module._out_spec, autocast, dynamic)
+    graph_module = _with_unused_state(_flat(module, model, opaques), model)
+    captured = Captured(graph_module, module._out_spec, autocast, dynamic, tuple(model.parameters()))
     _check_dynamic(model, captured)
     _check(model, captured, inputs)
     return captured
@@ -165,7 +173,7 @@ def _as_if_eager() -> Iterator[None]:
         torch.compiler.is_exporting = original
 
 
-def _flat(module: fx.GraphModule, model: torch.nn.Module) -> fx.GraphModule:
+def _flat(module: fx.GraphModule, model: torch.nn.Module, opaques: list[Opaque]) -> fx.GraphModule:
     """Return ``module`` with leaf inputs and outputs, regions inlined, each parameter read just before its first use."""
     graph = fx.Graph()
     attributes: dict[str, Any] = {}
@@ -173,7 +181,7 @@ def _flat(module: fx.GraphModule, model: torch.nn.Module) -> fx.GraphModule:
     for node in module.graph.nodes:
         if node.op == "placeholder":
             env[node] = graph.node_copy(node)
-    outputs = _inline(graph, module, model, env, Region(), attributes)
+    outputs = _inline(graph, module, model, env, Region(), attributes, opaques)
     graph.output(tuple(tree_leaves(outputs)))
     graph.lint()
     return fx.GraphModule(attributes, graph, class_name="Captured")
@@ -186,6 +194,7 @@ def _inline(
     env: dict[fx.Node, Any],
     region: Region,
     attributes: dict[str, Any],
+    opaques: list[Opaque],
 ) -> Any:
     """Copy ``module``'s calls into ``graph``, each in ``region``; return what its output refers to."""
 
@@ -206,15 +215,19 @@ def _inline(
             body = getattr(module, str(node.args[inner[1]].target))
             arguments = fx.map_arg(node.args[inner[1] + 1 :], read)
             inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-            env[node] = _inline(graph, body, model, dict(zip(inputs, arguments, strict=True)), inner[0], attributes)
+            bound = dict(zip(inputs, arguments, strict=True))
+            env[node] = _inline(graph, body, model, bound, inner[0], attributes, opaques)
         elif node.target is operator.getitem and not isinstance(fx.map_arg(node.args[0], read), fx.Node):
             env[node] = fx.map_arg(node.args[0], read)[node.args[1]]
         else:
             for argument in node.all_input_nodes:
                 read(argument)
             env[node] = graph.node_copy(node, read)
+            opaque = opaque_call(node, opaques)
+            if opaque is not None:
+                env[node].target, env[node].args = opaque, env[node].args[1:]
             if region != Region():
-                env[node].target = Scoped(node.target, region)
+                env[node].target = Scoped(env[node].target, region)
     raise CaptureError("a captured graph has no output")
 
 
@@ -269,10 +282,10 @@ def _first_lines(error: Exception, limit: int = 600) -> str:
 def _check(model: torch.nn.Module, captured: Captured, inputs: Inputs) -> None:
     """Raise ``CaptureError`` if the model's autograd graph holds what the captured graph's does not."""
     eager, hooks = _autograd_nodes(model, inputs, captured, original=True)
-    graph, _ = _autograd_nodes(captured.graph_module, inputs, captured, original=False)
-    if hooks:
+    graph, kept_hooks = _autograd_nodes(captured.graph_module, inputs, captured, original=False)
+    if len(hooks) > len(kept_hooks):
         raise CaptureError(
-            f"{type(model).__name__} sets a tensor hook in forward ({hooks[0]}); a captured graph would lose it and "
+            f"{type(model).__name__} sets a tensor hook in forward ({hooks[-1]}); a captured graph would lose it and "
             "give other gradients. Set the hook on a parameter or outside the model."
         )
     lost = {name: n - graph[name] for name, n in eager.items() if n > graph[name]}
@@ -291,10 +304,10 @@ def _autograd_nodes(
     world = FakeWorld(inputs.leaves)
     fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
     context = captured.autocast.enter() if captured.autocast else nullcontext()
-    with world.state_of(module), world.active(), context, _tensor_hooks_noted() as hooks:
+    with world.state_of(module), world.active(), context, ScalarReads(), _tensor_hooks_noted() as hooks:
         if original:
             args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
-            outputs = tree_leaves(module(*args, **kwargs))
+            outputs = tree_leaves(_checked_attributes(module, lambda: module(*args, **kwargs)))
         else:
             outputs = tree_leaves(module(*fakes))
     names: Counter[str] = Counter()
@@ -309,6 +322,38 @@ def _autograd_nodes(
                 seen.add(next_node)
                 stack.append(next_node)
     return names, hooks
+
+
+def _checked_attributes(model: torch.nn.Module, forward: Callable[[], Any]) -> Any:
+    """Return ``forward()``. Errors: ``CaptureError`` if it leaves on ``model`` what a graph would not leave there.
+
+    That is a tensor with a gradient, or a number that is another one after each call. torch.nn.utils' own hooks may
+    leave the weight they compute; a number that stays after the first call is a cache.
+    """
+    before = _plain_attributes(model)
+    output = forward()
+    after = _plain_attributes(model)
+    left = {key: value for key, value in after.items() if key not in before or before[key] is not value}
+    for (module, name), value in left.items():
+        own = any(type(hook).__module__.startswith("torch.nn.utils") for hook in module._forward_pre_hooks.values())
+        if isinstance(value, torch.Tensor) and value.requires_grad and not own:
+            raise CaptureError(
+                f"{type(model).__name__} leaves a tensor that carries gradient in the attribute {name!r} of its "
+                f"{type(module).__name__}; a captured graph would not. Let forward return it instead."
+            )
+    if any(isinstance(value, bool | int | float | str) for value in left.values()):
+        forward()
+        for (module, name), value in _plain_attributes(model).items():
+            if isinstance(value, bool | int | float | str) and value != after.get((module, name), value):
+                raise CaptureError(
+                    f"{type(model).__name__} changes the attribute {name!r} of its {type(module).__name__} in every "
+                    "forward; a captured graph would not. Keep it in a tensor, by register_buffer."
+                )
+    return output
+
+
+def _plain_attributes(model: torch.nn.Module) -> dict[tuple[torch.nn.Module, str], Any]:
+    return {(module, name): value for module in model.modules() for name, value in vars(module).items()}
 
 
 def _harmless(node: Any) -> bool:

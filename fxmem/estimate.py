@@ -24,6 +24,7 @@ from fxmem.replay import Autocast
 from fxmem.simulate import keep_all, simulate
 from fxmem.step import LossFn, OptimizerLike, check_optimizer
 from fxmem.types import GraphProfile, Phase, Timeline
+from fxmem.verify import eager_peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class Breakdown:
     """What the loss allocates outside the model."""
     temporaries_bytes: int
     """All else: gradients on their way, scratch of a composite op, the optimizer's temporaries."""
+    held_by_code_bytes: int
+    """What local variables and attributes of the model's own code hold longer than its graph needs."""
 
     def rows(self) -> tuple[tuple[str, int], ...]:
         """Return (kind, bytes) pairs, the largest first."""
@@ -74,7 +77,8 @@ class Estimate:
     peak_at: Place
     breakdown: Breakdown
     timeline: Timeline
-    """Live bytes over the whole step: forward, loss, backward, optimizer."""
+    """Live bytes over the whole step of the captured graph: forward, loss, backward, optimizer. Its peak is below
+    ``peak_bytes`` by ``breakdown.held_by_code_bytes``."""
     floor_bytes: int
     """The least peak any plan reaches."""
     _peak_at_batch: Callable[[int, bool], int] = field(repr=False)
@@ -150,7 +154,9 @@ def estimate(
             yield
 
     with on_fakes():
-        graph_profile = profile_model(model, capture(model, inputs, region), inputs, settings).profile
+        captured = capture(model, inputs, region)
+        graph_profile = profile_model(model, captured, inputs, settings).profile
+        peak_bytes = eager_peak_bytes(model, captured, inputs, loss_fn, optimizer)
     plan = keep_all(graph_profile)
     timeline = simulate(graph_profile, plan, with_steps=True)
 
@@ -158,10 +164,10 @@ def estimate(
         """Peak at another batch size, as it is or under the plan of the least peak."""
         other = resized(inputs, batch_dims(inputs), size)
         with on_fakes():
+            if not recompute:
+                return eager_peak_bytes(model, dynamic(), other, loss_fn, optimizer)
             profile = profile_model(model, dynamic(), other, settings).profile
-        if recompute:
-            return frontier_of(profile, settings)[-1].peak_bytes
-        return simulate(profile, keep_all(profile)).peak_bytes
+        return frontier_of(profile, settings)[-1].peak_bytes
 
     captures: list[Any] = []
 
@@ -171,9 +177,9 @@ def estimate(
         return captures[0]
 
     return Estimate(
-        peak_bytes=timeline.peak_bytes,
+        peak_bytes=peak_bytes,
         peak_at=place_of(graph_profile, timeline.peak_step),
-        breakdown=breakdown_of(graph_profile, timeline.peak_step),
+        breakdown=breakdown_of(graph_profile, timeline.peak_step, peak_bytes),
         timeline=timeline,
         floor_bytes=frontier_of(graph_profile, settings)[-1].peak_bytes,
         _peak_at_batch=peak_at_batch,
@@ -189,8 +195,8 @@ def place_of(profile: GraphProfile, tick: int) -> Place:
     return Place(at.phase, node.name, node.source.module_path, node.source.line)
 
 
-def breakdown_of(profile: GraphProfile, tick: int) -> Breakdown:
-    """Return what is alive in ``profile.ticks[tick]`` if nothing is dropped."""
+def breakdown_of(profile: GraphProfile, tick: int, eager_bytes: int) -> Breakdown:
+    """Return what is alive in ``profile.ticks[tick]`` if nothing is dropped, in a step that peaks at ``eager_bytes``."""
     at, static = profile.ticks[tick], profile.static
     alive = _alive(profile, tick)
     internals = sum(profile.storages[i].nbytes for i in alive if profile.storages[i].internal)
@@ -199,6 +205,7 @@ def breakdown_of(profile: GraphProfile, tick: int) -> Breakdown:
     temporaries = at.peak_bytes - static.total_bytes - at.gradient_bytes - at.loss_bytes
     inside = min(temporaries, sum(s.nbytes for s in created))
     inner = min(inside, sum(s.nbytes for s in created if s.internal))
+    graph_bytes = at.peak_bytes + activations + internals
     return Breakdown(
         parameters_bytes=static.parameters_bytes,
         buffers_bytes=static.buffers_bytes,
@@ -209,6 +216,7 @@ def breakdown_of(profile: GraphProfile, tick: int) -> Breakdown:
         internals_bytes=internals + inner,
         loss_bytes=at.loss_bytes,
         temporaries_bytes=temporaries - inside,
+        held_by_code_bytes=eager_bytes - graph_bytes,
     )
 
 

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from fxmem.capture import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld, ScalarReads
+from fxmem.regions import op_of
 from fxmem.replay import View
 from fxmem.step import LossFn, OptimizerLike, default_loss, run_step, warm_fake_optimizer
 from fxmem.track import StorageTracker, has_storage, tensors_of
@@ -193,14 +194,14 @@ class _Observer:
         self.in_backward = phase is Phase.BACKWARD
         if phase is Phase.OPTIMIZER:
             grads = (leaf.grad for leaf in self.leaves_with_grad)
-            self.gradients.update(self.tracker.serial(g) for g in grads if g is not None)
+            self.gradients.update(self.tracker.serial(g) for g in grads if has_storage(g))
 
     # -- running ------------------------------------------------------------------------------------------------------
 
     def run(self, loss_fn: LossFn | None, optimizer: OptimizerLike) -> Observation:
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
         with self.world.active():
-            pairs = [(p, self.world.fake(p)) for p in self.graph_module.parameters()]
+            pairs = [(p, self.world.fake(p)) for p in self.captured.parameters]
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
             self.leaves_with_grad = [fake for _, fake in pairs] + leaves
             fake_optimizer = warm_fake_optimizer(optimizer, pairs)
@@ -304,6 +305,7 @@ class _Observer:
         """Open a record for ``node``; whatever happens meanwhile belongs to it."""
         leaves, spec = tree_flatten(fx.map_arg((node.args, node.kwargs), lambda n: env[n]))
         record = NodeObservation(len(self.nodes), node, tuple(leaves), spec)
+        record.effects = getattr(op_of(node.target), "effect", "")
         tensors = [(place, t) for place, t in enumerate(leaves) if isinstance(t, torch.Tensor)]
         for place, tensor in tensors:
             serial = self.tracker.serial(tensor)

@@ -34,7 +34,13 @@ def verify(
     """
     try:
         peak_bytes = fake_peak_bytes(
-            lambda leaves: captured.call(emitted, leaves), emitted, captured, inputs, loss_fn, optimizer
+            lambda leaves: captured.call(emitted, leaves),
+            emitted,
+            captured.graph_module,
+            captured,
+            inputs,
+            loss_fn,
+            optimizer,
         )
     except Exception as error:
         raise VerificationError(f"the emitted module does not run on fake tensors: {error}") from error
@@ -50,12 +56,13 @@ def eager_peak_bytes(
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
         return model(*args, **kwargs)
 
-    return fake_peak_bytes(forward, model, captured, inputs, loss_fn, optimizer)
+    return fake_peak_bytes(forward, model, model, captured, inputs, loss_fn, optimizer)
 
 
 def fake_peak_bytes(
     forward: Callable[[list[Any]], Any],
     module: torch.nn.Module,
+    owner: torch.nn.Module,
     captured: Captured,
     inputs: Inputs,
     loss_fn: LossFn | None,
@@ -63,14 +70,13 @@ def fake_peak_bytes(
 ) -> int:
     """Return the tracked peak of a training step of ``forward(fake leaves)``, whose state lies in ``module``.
 
-    Everything the captured model owns counts, whether ``forward`` uses it or not.
+    All parameters and buffers of ``owner`` count, whether ``forward`` uses them or not.
     """
     world = FakeWorld(inputs.leaves)
-    owner = captured.graph_module
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
     tracker = StorageTracker()
     with world.active():
-        fake_optimizer = warm_fake_optimizer(optimizer, [(p, world.fake(p)) for p in owner.parameters()])
+        fake_optimizer = warm_fake_optimizer(optimizer, [(p, world.fake(p)) for p in captured.parameters])
         tracker.hold(world.fake(t) for t in (*owner.parameters(), *owner.buffers()))
         tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
         tracker.hold(tensors_of(fake_optimizer) if fake_optimizer is not None else ())

@@ -1,0 +1,234 @@
+"""The peak of a training step, before running it: equal to what is measured, to the byte, and explained."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxmem
+from fxmem.capture import Inputs, capture
+from fxmem.planners import PLANNERS, cheapest_within
+from fxmem.profile import profile
+from fxmem.replay import Autocast
+from fxmem.simulate import keep_all, simulate
+from fxmem.step import run_step
+from fxmem.track import StorageTracker, tensors_of
+from fxmem.types import KEEP, Phase, Plan
+from tests import zoo
+
+MIB = 2**20
+
+
+def measured_peak(model: nn.Module, batch: Any, loss_fn: Any, optimizer: torch.optim.Optimizer | None) -> int:
+    args, kwargs = batch
+    with fxmem.track(model, optimizer or [], args, kwargs) as memory:
+        run_step(lambda: model(*args, **kwargs), loss_fn, optimizer)
+    return memory.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+        lambda p: torch.optim.Adam(p),
+        lambda p: torch.optim.AdamW(p, foreach=True),
+        lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.AdamW(p, amsgrad=True),
+        lambda p: torch.optim.Adafactor(p),
+        lambda p: torch.optim.RMSprop(p),
+    ],
+    ids=[
+        "sgd",
+        "momentum",
+        "momentum-foreach",
+        "adam",
+        "adamw-foreach",
+        "adamw-fused",
+        "amsgrad",
+        "adafactor",
+        "rmsprop",
+    ],
+)
+def test_the_step_of_each_optimizer_is_predicted_to_the_byte(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)).train()
+    x = torch.randn(8, 64)
+    optimizer = make(model.parameters())
+    predicted = fxmem.estimate(model, x, optimizer=optimizer).peak_bytes
+    run_step(lambda: model(x), None, optimizer)  # the state is there from now on
+    assert measured_peak(model, ((x,), {}), None, optimizer) == predicted
+
+
+def test_an_optimizer_that_holds_a_part_of_the_model_counts_only_that() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).train()
+    whole = fxmem.estimate(model, torch.randn(4, 64), optimizer=torch.optim.AdamW(model.parameters()))
+    half = fxmem.estimate(model, torch.randn(4, 64), optimizer=torch.optim.AdamW(model[0].parameters()))
+    step_counters = 2 * 4  # one fp32 scalar a tensor
+    moments = 2 * (64 * 64 + 64) * 4
+    assert whole.breakdown.optimizer_state_bytes - half.breakdown.optimizer_state_bytes == moments + step_counters
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a padded and an expanded tensor, a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.register_buffer("bias", torch.zeros(1, 16).expand(8, 16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.frozen(self.embed(tokens)).tanh() + self.bias)
+
+
+def test_shared_expanded_and_frozen_storages_count_once_and_right() -> None:
+    model, tokens = Tied().train(), torch.randint(0, 32, (8,))
+    estimate = fxmem.estimate(model, tokens, optimizer="sgd")
+    assert estimate.breakdown.parameters_bytes == (32 * 16 + 16 * 16 + 16) * 4
+    assert estimate.breakdown.buffers_bytes == 16 * 4
+    assert estimate.breakdown.inputs_bytes == 8 * 8
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert measured_peak(model, ((tokens,), {}), None, optimizer) == estimate.peak_bytes
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", ["resnet18", "gpt2_2l", "t5", "mixtral", "unet2d", "mamba"])
+def test_estimates_of_real_models_equal_what_is_measured(name: str, dtype: torch.dtype | None) -> None:
+    entry = zoo.get(name)
+    model = entry.build().train()
+    args, kwargs = entry.batch(entry.default_batch)
+    estimate = fxmem.estimate(model, args, kwargs, optimizer=None, loss_fn=entry.loss, autocast=dtype, plan_seconds=1)
+    tracker = StorageTracker()
+    tracker.hold(tensors_of((model, args, tuple(kwargs.values()))))
+    with tracker:
+        run_step(lambda: model(*args, **kwargs), entry.loss, None, dtype and Autocast("cpu", dtype))
+    assert tracker.peak_bytes == estimate.peak_bytes
+    assert sum(nbytes for _, nbytes in estimate.breakdown.rows()) == estimate.peak_bytes
+    assert estimate.floor_bytes < estimate.peak_bytes
+    assert estimate.peak_at.phase in Phase
+    assert (
+        max(s.live_bytes for s in estimate.timeline.steps)
+        == estimate.peak_bytes - estimate.breakdown.held_by_code_bytes
+    )
+
+
+def test_a_model_on_the_meta_device_is_estimated_as_the_real_one() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).train()
+
+    with torch.device("meta"):
+        ghost, x = build(), torch.empty(8, 64)
+    real = fxmem.estimate(build(), torch.empty(8, 64))
+    assert fxmem.estimate(ghost, x).peak_bytes == real.peak_bytes
+    assert all(p.is_meta for p in ghost.parameters())
+    with torch._subclasses.FakeTensorMode():
+        fake, x = build(), torch.empty(8, 64)
+    assert fxmem.estimate(fake, x).peak_bytes == real.peak_bytes
+
+
+@pytest.mark.slow
+def test_a_step_of_llama_3_8b_is_estimated_without_its_bytes() -> None:
+    zoo.get("llama").build()  # makes transformers importable
+    import resource
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        tokens = torch.zeros(1, 2048, dtype=torch.long)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    estimate = fxmem.estimate(model, (), {"input_ids": tokens, "labels": tokens}, plan_seconds=5)
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 4 * 10**6
+    assert estimate.breakdown.parameters_bytes == 2 * 8_030_261_248
+    assert estimate.breakdown.optimizer_state_bytes >= 4 * 8_030_261_248
+    assert estimate.peak_bytes > 3 * estimate.breakdown.parameters_bytes
+
+
+def test_the_largest_batch_that_fits_is_exact() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).train()
+    estimate = fxmem.estimate(model, torch.randn(4, 64), optimizer=None)
+    budget = 4 * estimate.peak_bytes
+    assert not estimate.fits(estimate.peak_bytes - 1)
+    assert estimate.fits(estimate.peak_bytes)
+    for recompute in (False, True):
+        largest = estimate.max_batch_size(budget, recompute=recompute)
+        fitting = fxmem.estimate(model, torch.randn(largest, 64), optimizer=None)
+        above = fxmem.estimate(model, torch.randn(largest + 1, 64), optimizer=None)
+        assert (fitting.floor_bytes if recompute else fitting.peak_bytes) <= budget
+        assert (above.floor_bytes if recompute else above.peak_bytes) > budget
+
+
+def test_estimates_of_what_cannot_be_estimated_are_refused() -> None:
+    with pytest.raises(fxmem.InputError, match="eval mode"):
+        fxmem.estimate(nn.Linear(4, 4).eval(), torch.randn(2, 4))
+    with pytest.raises(fxmem.InputError, match="no tensor"):
+        fxmem.estimate(nn.Linear(4, 4).train())
+    with pytest.raises(fxmem.InputError, match="batch size is 1"):
+        fxmem.estimate(nn.Linear(4, 4).train(), torch.randn(1, 4)).max_batch_size("1GB")
+
+
+# -- one saved matrix is 1 MiB -------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """cos, then five times (matmul, cos): ten saved matrices of 1 MiB beside the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.empty(512, 512) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.cos()
+        for weight in self.weights:
+            x = torch.mm(x, weight).cos()
+        return x.sum()
+
+
+def test_each_budget_on_the_chain_of_matmuls_buys_as_many_as_can_be_bought() -> None:
+    """The chain of PyTorch's MemoryBudgetTest. cos is free; b kept matrices leave 5 - b matmuls to redo.
+
+    Its budget is a share of saved bytes; ours bounds the peak. So for every b the oracle is exhaustive: of all plans
+    that keep b of the matmuls' results, the one of the least peak sets the budget.
+    """
+    model = Chain().train()
+    inputs = Inputs.of((torch.empty(512, 512, requires_grad=True),), {})
+    captured = capture(model, inputs)
+    graph_profile = profile(captured, inputs, lambda flops, _: flops / (2 * 512**3)).profile
+    assert {s.nbytes for s in graph_profile.storages if s.num_saves} == {MIB}
+    products = [s.index for s in graph_profile.storages if graph_profile.nodes[s.creator].seconds == 1]
+    last = len(graph_profile.recipes)
+    free = [s.index for s in graph_profile.storages if s.recipe is not None and s.index not in products]
+    least: dict[int, int] = {}
+    for kept in product((True, False), repeat=len(products)):
+        for late in product((True, False), repeat=2):
+            limits = [KEEP] * len(graph_profile.storages)
+            for i in free:
+                limits[i] = graph_profile.storages[i].recipe if late[0] else last  # type: ignore[assignment]
+            for i, keep in zip(products, kept, strict=True):
+                if not keep:
+                    limits[i] = graph_profile.storages[i].recipe if late[1] else last  # type: ignore[assignment]
+            timeline = simulate(graph_profile, Plan("oracle", tuple(limits)))
+            redone = round(timeline.recompute_seconds)
+            least[redone] = min(least.get(redone, timeline.peak_bytes), timeline.peak_bytes)
+    points = PLANNERS["auto"](graph_profile, seconds=10)
+    assert simulate(graph_profile, keep_all(graph_profile)).recompute_seconds == 0
+    for b in range(6):
+        point = cheapest_within(points, least[5 - b])
+        assert point is not None, f"budget for {b} kept matmuls is not reached"
+        assert point.recompute_seconds <= 5 - b
