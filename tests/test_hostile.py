@@ -1,5 +1,6 @@
 """Models written to break a compiler: each trains to the eager bits under every plan, or is refused by name."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fxmem
 from tests.exactness import check
 
 WIDTH = 8
@@ -518,7 +520,306 @@ EXACT |= {
 }
 
 
+OTHER_PEAK = {
+    "integer_and_bool_paths": "one_hot makes other tensors on fakes",
+    "recurrent": "the real LSTM (oneDNN) keeps a workspace that fakes cannot tell",
+}
+"""Where the peak on CPU is not foretold to the byte, and why."""
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_trains_to_the_same_bits_under_every_plan(name: str) -> None:
     body, *makers = EXACT[name]
-    check(model_of(body, *makers), batch())
+    check(model_of(body, *makers), batch(), exact_peak=name not in OTHER_PEAK)
+
+
+# -- custom Functions, hooks, custom ops -------------------------------------------------------------------------------
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.slope = slope
+        return x * torch.sigmoid(slope * x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(ctx.slope * x)
+        return grad * (s + ctx.slope * x * s * (1 - s)), None
+
+
+class StraightThrough(torch.autograd.Function):
+    """Another gradient than its forward has: lost without a trace if a tracer looks through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class TwoOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.rand_like(x) > 0.5
+        ctx.mask = mask  # not by save_for_backward: no plan can drop it
+        out = x * y
+        ctx.save_for_backward(x, y, out)
+        return out * mask, out.exp()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, out = ctx.saved_tensors
+        total = g * ctx.mask + h * out.exp()
+        return total * y, total * x
+
+
+class AddsInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.add_(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+early_bound_swish = Swish.apply
+
+
+def custom_functions(m: Any, x: Tensor) -> Tensor:
+    y = Swish.apply(x * m.scale, 1.5)
+    y = early_bound_swish(y + x, 0.5).exp()
+    a, b = TwoOutputs.apply(y, x)
+    return (a + b).tanh() + StraightThrough.apply(y * 3)
+
+
+def custom_function_in_place(m: Any, x: Tensor) -> Tensor:
+    return AddsInPlace.apply(x * m.scale).exp()
+
+
+def custom_function_in_no_grad_and_autocast(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = Swish.apply(x, 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = Swish.apply(m.first(x), 2.0)
+    return y.float() * gate
+
+
+def hook_in_forward(m: Any, x: Tensor) -> Tensor:
+    y = x * m.scale
+    y.register_hook(lambda grad: grad * 0.5)
+    return y.exp()
+
+
+@torch.library.custom_op("fxmem_tests::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    return x**3
+
+
+cube.register_fake(lambda x: torch.empty_like(x))
+cube.register_autograd(
+    lambda ctx, grad: grad * 3 * ctx.saved_tensors[0] ** 2,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+def custom_op(m: Any, x: Tensor) -> Tensor:
+    return cube(x * m.scale).tanh()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [custom_functions, custom_function_in_place, custom_function_in_no_grad_and_autocast, hook_in_forward, custom_op],
+)
+def test_what_a_tracer_would_look_through_is_kept(body: Body) -> None:
+    check(model_of(body), batch())
+
+
+def test_a_hook_that_needs_another_tensor_of_the_forward_is_refused() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = x * m.scale
+        y.register_hook(lambda grad: grad * x)
+        return y
+
+    with pytest.raises(fxmem.CaptureError, match=r"hook .* refers to another tensor .*autograd\.Function"):
+        fxmem.optimize(model_of(body)(), batch())
+
+
+def test_a_full_backward_hook_on_a_submodule_is_refused() -> None:
+    model = model_of(first_part, LINEAR)()
+    model.parts[0].register_full_backward_hook(lambda module, before, after: None)
+    with pytest.raises(fxmem.CaptureError, match="module hook"):
+        fxmem.optimize(model, batch())
+
+
+# -- arguments and outputs ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+    weight: Tensor | None = None
+    scale: float = 1.0
+
+
+torch.export.register_dataclass(Batch)
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, first: Any, *rest: Any, mode: str = "a", **others: Any) -> Any:
+        leaves = [t for t in torch.utils._pytree.tree_leaves((first, rest, others)) if isinstance(t, Tensor)]
+        total = self.linear(sum(t for t in leaves if t.is_floating_point()))
+        if mode == "a":
+            return {"y": (total.exp(), [total.sin(), None]), "mode": mode}
+        return Pair(total.tanh(), first if isinstance(first, Tensor) else total)
+
+
+def structured() -> nn.Module:
+    torch.manual_seed(0)
+    return Structured()
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((batch(),), {}),
+        ((batch(), None, 3, "text", True), {"mode": "b"}),
+        (({"a": batch(), "b": [batch(), (batch(), None)]},), {"more": {"c": batch()}}),
+        ((Pair(batch(), batch()),), {"mode": "b", "flag": False, "number": 0.5}),
+        ((Batch(batch(), scale=2.0),), {}),
+        ((batch().requires_grad_(),), {"mode": "b", "again": batch().requires_grad_()}),
+        ((batch(), torch.arange(3)), {"mode": "b"}),
+    ],
+)
+def test_nested_arguments_and_outputs(args: Any, kwargs: Any) -> None:
+    check(structured, *args, kwargs=kwargs)
+
+
+def test_one_tensor_passed_twice() -> None:
+    x = batch().requires_grad_()
+    eager, model = structured(), structured()
+    optimized = fxmem.optimize(model, (x, x))
+    grads = []
+    for m in (eager, optimized):
+        x.grad = None
+        m(x, x)["y"][0].sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+def test_inputs_written_in_place() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return x.exp() * m.scale
+
+    class WritesInput(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model_of(body)()
+
+        def forward(self, x: Tensor, state: Tensor) -> Tensor:
+            state.mul_(0.5).add_(x.detach().sum())
+            return self.inner(x) + state.clone()
+
+    check(WritesInput, batch(), torch.ones(WIDTH))
+
+
+# -- what a plan depends on --------------------------------------------------------------------------------------------
+
+
+def _pair(body: Body = first_part, *makers: Any) -> tuple[nn.Module, nn.Module]:
+    return model_of(body, *makers or (LoRA,))(), model_of(body, *makers or (LoRA,))()
+
+
+def _assert_same_step(eager: nn.Module, model: nn.Module, optimized: nn.Module) -> None:
+    for m, run in ((eager, eager), (model, optimized)):
+        torch.manual_seed(1)
+        m.zero_grad()
+        run(batch()).sum().backward()
+    for (name, p), q in zip(eager.named_parameters(), model.named_parameters(), strict=True):
+        assert (p.grad is None) == (q[1].grad is None), name
+        assert p.grad is None or torch.equal(p.grad, q[1].grad), name
+
+
+@pytest.mark.parametrize("change", ["freeze", "unfreeze", "dropout", "eval_part", "replace", "constant"])
+def test_a_change_after_planning_is_noticed(change: str) -> None:
+    def change_it(m: Any) -> None:
+        if change == "freeze":
+            m.first.requires_grad_(False)
+        elif change == "unfreeze":
+            m.parts[0].base.requires_grad_()
+        elif change == "dropout":
+            m.parts[0].dropout.p = 0.9
+        elif change == "eval_part":
+            m.parts[0].eval()
+        elif change == "replace":
+            torch.manual_seed(9)
+            m.parts[0].up = nn.Linear(2, WIDTH)
+        else:
+            m.factor = 3.0
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.parts[0](x).exp() * getattr(m, "factor", 1.0)
+
+    eager, model = _pair(body)
+    optimized = fxmem.optimize(model, batch())
+    _assert_same_step(eager, model, optimized)
+    for m in (eager, model):
+        change_it(m)
+    _assert_same_step(eager, model, optimized)
+
+
+# -- refused by name ---------------------------------------------------------------------------------------------------
+
+
+def branches_on_a_value(m: Any, x: Tensor) -> Tensor:
+    return x.exp() if x.sum() > 0 else x.sin()
+
+
+def shape_from_a_value(m: Any, x: Tensor) -> Tensor:
+    return x[x > 0].exp()
+
+
+def uses_numpy(m: Any, x: Tensor) -> Tensor:
+    return x * torch.from_numpy(x.detach().numpy().copy())
+
+
+@pytest.mark.parametrize("body", [branches_on_a_value, shape_from_a_value, uses_numpy])
+def test_control_flow_on_values_is_refused(body: Body) -> None:
+    with pytest.raises(fxmem.FxMemError, match=r"Model could not be captured|could not run on fake"):
+        fxmem.optimize(model_of(body)(), batch())
+
+
+def test_lazy_parameters_are_refused() -> None:
+    with pytest.raises(fxmem.InputError, match=r"lazy.*run one forward"):
+        fxmem.optimize(nn.Sequential(nn.LazyLinear(3)), batch())
+
+
+def test_a_counter_that_is_no_buffer_is_refused() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        m.calls += 1
+        return x * m.calls
+
+    model = model_of(body)()
+    model.calls = 0
+    with pytest.raises(fxmem.CaptureError, match=r"calls.*register_buffer"):
+        fxmem.optimize(model, batch())
+    assert model.calls == 0
+
+
+def test_an_activation_left_on_the_model_is_refused() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        m.penalty = x.square().sum()
+        return x.exp()
+
+    with pytest.raises(fxmem.CaptureError, match=r"penalty.*Let forward return it"):
+        fxmem.optimize(model_of(body)(), batch())

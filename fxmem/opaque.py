@@ -1,0 +1,187 @@
+"""Calls that torch.export would look through and change: a custom ``autograd.Function``, a hook set in forward.
+
+While a model is captured, :func:`kept_whole` puts each such call into the graph as one node. Its target becomes an
+:class:`Opaque`: a callable of the tensors among the call's arguments, which at run time makes the very call that eager
+makes. What it saves, draws or writes is then observed like that of any op.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    track_tensor_tree,
+)
+from torch.fx.node import has_side_effect
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from fxmem.errors import CaptureError
+
+
+class Opaque:
+    """``function`` with all arguments but its tensors fixed; a target of call_function nodes.
+
+    ``effect``: why it may not run again ("sets a hook"); empty if it may.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Any, effect: str = "") -> None:
+        leaves, self.spec = tree_flatten(args)
+        self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.function, self.effect = function, effect
+        self.__name__ = self.__qualname__ = "opaque_" + "".join(c if c.isalnum() else "_" for c in name_of(function))
+        self.__module__ = __name__
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        return self.function(*tree_unflatten(leaves, self.spec))
+
+    def __str__(self) -> str:
+        return name_of(self.function)
+
+
+class _OpaqueCall(HigherOrderOperator):
+    """Stands for ``Opaque`` number ``index`` while torch.export holds the graph: it lets no other callables in."""
+
+    def __init__(self) -> None:
+        super().__init__("fxmem_opaque")  # type: ignore[no-untyped-call]
+
+    def __call__(self, index: int, *tensors: torch.Tensor) -> Any:
+        raise AssertionError("an opaque call is replaced before it runs")
+
+
+_opaque_call = has_side_effect(_OpaqueCall())
+
+
+@contextmanager
+def kept_whole() -> Iterator[list[Opaque]]:
+    """Make opaque nodes of custom Functions and ``Tensor.register_hook`` while the body captures; yield their table."""
+    table: list[Opaque] = []
+    base = torch.autograd.function._SingleLevelFunction
+    register_hook, batch_norm = torch.Tensor.register_hook, _BatchNorm.forward
+
+    def opaque_apply(cls: Any, *args: Any) -> Any:
+        apply = functools.partial(super(base, cls).apply, *args)
+        if cls.__module__.startswith("torch."):
+            return apply()
+        return _emitted(table, Opaque(cls.apply, args), args, apply)
+
+    def opaque_register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        _check_closure(hook)
+        set_hook = Opaque(_HookSetter(hook), (tensor,), "sets a hook")
+        _emitted(table, set_hook, (tensor,), lambda: None)
+        with torch._C.DisableTorchFunction():
+            return register_hook(tensor, hook)
+
+    def opaque_batch_norm(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+        averages = module.training and module.momentum is None and module.num_batches_tracked is not None
+        if get_proxy_mode() is None or not averages:
+            return batch_norm(module, x)
+        module._check_input_dim(x)
+        mean, var, count = module.running_mean, module.running_var, module.num_batches_tracked
+        args = (x, mean, var, module.weight, module.bias, count, module.eps)
+        whole = Opaque(cumulative_batch_norm, args, "averages over all batches so far")
+        on_fakes = functools.partial(torch.nn.functional.batch_norm, *args[:-2], True, 0.5, module.eps)
+        return cast(torch.Tensor, _emitted(table, whole, args, on_fakes))
+
+    with (
+        replaced(base, "apply", classmethod(opaque_apply)),
+        replaced(torch.Tensor, "register_hook", opaque_register_hook),
+        replaced(_BatchNorm, "forward", opaque_batch_norm),
+    ):
+        yield table
+
+
+def cumulative_batch_norm(
+    x: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    num_batches_tracked: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """What a BatchNorm with ``momentum=None`` computes in training: its momentum is read from a tensor."""
+    num_batches_tracked.add_(1)
+    momentum = 1.0 / float(num_batches_tracked)
+    return torch.nn.functional.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+
+
+def opaque_call(node: fx.Node, table: list[Opaque]) -> Opaque | None:
+    """Return what ``node`` of an exported graph stands for, if it is an opaque call; its tensors are ``args[1:]``."""
+    return table[int(str(node.args[0]))] if node.target is _opaque_call else None
+
+
+def _emitted(table: list[Opaque], opaque: Opaque, args: Any, run: Callable[[], Any]) -> Any:
+    """Run on fakes, with nothing recorded but one node; outside of a capture, just run."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return run()
+    assert isinstance(mode.tracer, PythonKeyTracer)
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    proxies = tuple(mode.tracer.unwrap_proxy(tensor) for tensor in tensors)
+    node = mode.tracer.create_proxy("call_function", _opaque_call, (len(table), *proxies), {}, name=opaque.__name__)
+    table.append(opaque)
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+        output = run()
+    return track_tensor_tree(output, node, constant=None, tracer=mode.tracer)
+
+
+class _HookSetter:
+    """Sets ``hook`` on a tensor."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        tensor.register_hook(self.hook)
+
+
+def _check_closure(hook: Callable[..., Any]) -> None:
+    """Raise ``CaptureError`` if ``hook`` refers to tensors of the forward: at run time these would be other ones."""
+    inner = hook.func if isinstance(hook, functools.partial) else hook
+    cells = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
+    bound = [*hook.args, *hook.keywords.values()] if isinstance(hook, functools.partial) else []
+    held = tree_leaves((cells, bound, getattr(inner, "__defaults__", None)))
+    if any(isinstance(leaf, FakeTensor) for leaf in held):
+        raise CaptureError(
+            f"the tensor hook {name_of(hook)} refers to another tensor of the same forward, which a captured graph "
+            "cannot give it; write what it does as a torch.autograd.Function"
+        )
+
+
+def name_of(function: Any) -> str:
+    """Return a readable name of a callable: ``Swish.apply`` for a bound method of a class."""
+    if isinstance(function, _HookSetter):
+        return f"hook {name_of(function.hook)}"
+    owner = getattr(function, "__self__", None)
+    name = str(getattr(function, "__name__", type(function).__name__))
+    return f"{owner.__name__}.{name}" if isinstance(owner, type) else name
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give ``owner`` another attribute ``name`` while the body runs."""
+    own = name in vars(owner)
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
