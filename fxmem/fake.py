@@ -165,9 +165,9 @@ def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
 
 
 class ScalarReads(TorchFunctionMode):
-    """Lets an optimizer read its step counter from a fake: every scalar reads as 1."""
+    """Lets an optimizer or a BatchNorm read its step counter from a fake: every scalar reads as 1."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.item and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].dtype.is_floating_point else 1
+        if func in (torch.Tensor.item, torch.Tensor.__float__) and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].dtype.is_floating_point or func is torch.Tensor.__float__ else 1
         return func(*args, **(kwargs or {}))

@@ -323,6 +323,12 @@ def _check_trainable(model: torch.nn.Module) -> None:
     parameters = list(model.parameters())
     if not parameters:
         raise InputError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    lazy = [n for n, p in model.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise InputError(
+            f"{type(model).__name__} has lazy parameters that have no shape yet ({lazy[0]}); run one forward on a batch "
+            "before fxmem.optimize, as before making an optimizer"
+        )
     if not any(p.requires_grad for p in parameters):
         raise InputError(
             f"none of the {len(parameters)} parameters of {type(model).__name__} requires grad: there is no backward "

@@ -84,7 +84,7 @@ def kept_whole() -> Iterator[list[Opaque]]:
         set_hook = Opaque(_HookSetter(hook), (tensor,), "sets a hook")
         _emitted(table, set_hook, (tensor,), lambda: None)
         with torch._C.DisableTorchFunction():
-            return register_hook(tensor, hook)
+            return register_hook(tensor, hook)  # type: ignore[no-untyped-call]
 
     def opaque_batch_norm(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
         averages = module.training and module.momentum is None and module.num_batches_tracked is not None
