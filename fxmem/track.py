@@ -8,14 +8,20 @@ its first sight until it is freed. Kernels' own scratch inside one ATen op is be
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from os import PathLike
+from typing import Any, TypeGuard
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fxmem.traces import MemoryEvent, write_chrome_trace, write_memory_snapshot
+from fxmem.types import Phase, Timeline, TimelineStep
 
 Listener = Callable[[str, int, int], None]
 """Called with ``("alloc" | "free", serial, nbytes)``; a serial names a storage for good, unlike its address."""
@@ -88,19 +94,53 @@ class StorageTracker(TorchDispatchMode):
         return output
 
 
-def has_storage(leaf: object) -> bool:
+def has_storage(leaf: object) -> TypeGuard[torch.Tensor]:
     """True for tensors whose bytes can be counted: dense ones; a sparse tensor's parts are counted as they are made."""
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
 
 
 class Measurement:
-    """What :func:`track` measured; ``peak_bytes`` is final once the block has ended."""
+    """What :func:`track` measured; final once the block has ended."""
 
     def __init__(self) -> None:
         self.start_bytes = 0
         """Bytes alive at the start of the block."""
         self.peak_bytes = 0
         """Largest sum of live bytes during the block, ``start_bytes`` included."""
+        self.events: list[MemoryEvent] = []
+        """Every allocation and free (CPU only)."""
+        self._phase, self._op = Phase.FORWARD, ""
+        self._start = time.perf_counter()
+
+    def phase(self, phase: Phase) -> None:
+        """Say that ``phase`` begins; backward and optimizer are noticed without it, the loss is not."""
+        self._phase = phase
+
+    @property
+    def timeline(self) -> Timeline:
+        """The block as a timeline: one step for each event, with the phase and the op it belongs to."""
+        steps = tuple(TimelineStep(e.phase, e.op, e.live_bytes) for e in self.events)
+        peak = max(range(len(steps)), key=lambda i: steps[i].live_bytes, default=0)
+        return Timeline(self.peak_bytes, peak, 0.0, 0, steps)
+
+    def write_chrome_trace(self, path: str | PathLike[str]) -> None:
+        """Write the block for Perfetto or chrome://tracing."""
+        write_chrome_trace(self.events, path)
+
+    def write_memory_snapshot(self, path: str | PathLike[str]) -> None:
+        """Write the block for torch's memory visualizer."""
+        write_memory_snapshot(self.events, path)
+
+    def _note_op(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self._op = str(func)
+
+    def _note_event(self, tracker: StorageTracker, kind: str, serial: int, nbytes: int) -> None:
+        if nbytes == 0:
+            return
+        if torch._C._current_autograd_node() is not None:
+            self._phase = Phase.BACKWARD
+        seconds = time.perf_counter() - self._start
+        self.events.append(MemoryEvent(kind, serial, nbytes, tracker.live_bytes, seconds, self._phase, self._op))
 
 
 @contextmanager
@@ -127,13 +167,17 @@ def track(*holders: Any) -> Iterator[Measurement]:
             torch.cuda.synchronize()
             measurement.peak_bytes = torch.cuda.max_memory_allocated()
         return
-    tracker = StorageTracker()
+    tracker = StorageTracker(
+        lambda kind, serial, nbytes: measurement._note_event(tracker, kind, serial, nbytes), measurement._note_op
+    )
     measurement.start_bytes = tracker.hold(t for t in present if has_storage(t))
     del present
+    hook = register_optimizer_step_pre_hook(lambda *_: measurement.phase(Phase.OPTIMIZER))
     try:
         with tracker:
             yield measurement
     finally:
+        hook.remove()
         measurement.peak_bytes = tracker.peak_bytes
 
 

@@ -17,6 +17,8 @@ ORDER = (
     "types",
     "errors",
     "budget",
+    "cuda",
+    "traces",
     "track",
     "fake",
     "regions",
@@ -44,7 +46,7 @@ ORDER = (
 
 # These see even less than the order allows.
 ONLY = {
-    "track": {"types", "errors"},
+    "track": {"types", "errors", "traces"},
     "fake": {"types", "errors"},
     "replay": {"types", "errors"},
     "runtime": {"types", "errors", "replay"},
