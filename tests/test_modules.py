@@ -4,7 +4,7 @@ import pytest
 
 from tests.module_table import Outcome, infos, outcome
 
-UNTRAINABLE = {"nn.SoftMarginLoss", "nn.BCELoss", "nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d"}
+UNTRAINABLE = {"nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d"}
 """With these sample inputs eager itself has nothing to train, or raises."""
 
 REFUSED = {
