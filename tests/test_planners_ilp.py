@@ -7,7 +7,9 @@ import math
 import pytest
 
 from fxmem.planners import PLANNERS
-from fxmem.planners.ilp import optimum
+from fxmem.planners.ilp import best_limits, optimum
+from fxmem.simulate import simulate
+from fxmem.types import Plan
 from tests.synthetic import chain, hourglass, random_dag, residual_blocks
 from tests.test_planners import best_seconds, brute_force
 
@@ -42,3 +44,30 @@ def test_a_budget_below_the_data_itself_is_infeasible() -> None:
     best = optimum(chain(4), 1, seconds=5.0)
     assert math.isinf(best.recompute_seconds)
     assert math.isinf(best.bound_seconds)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_schedule_is_a_plan_and_no_plan_is_better(seed: int) -> None:
+    profile = random_dag(seed, 7, reach=3)
+    for point in brute_force(profile):
+        limits = best_limits(
+            profile, point.peak_bytes, seconds=20.0, num_branches=10_000, upper_seconds=point.recompute_seconds
+        )
+        assert limits is not None
+        timeline = simulate(profile, Plan("ilp", limits))
+        assert timeline.peak_bytes <= point.peak_bytes
+        assert timeline.recompute_seconds <= point.recompute_seconds
+
+
+def test_what_is_known_beforehand_does_not_change_the_optimum() -> None:
+    profile = random_dag(4, 14)
+    budget_bytes = PLANNERS["intervals"](profile, seconds=60.0)[-1].peak_bytes
+    best = optimum(profile, budget_bytes, seconds=20.0)
+    again = optimum(
+        profile,
+        budget_bytes,
+        seconds=20.0,
+        lower_seconds=0.9 * best.bound_seconds,
+        upper_seconds=best.recompute_seconds,
+    )
+    assert again.bound_seconds == pytest.approx(best.bound_seconds)

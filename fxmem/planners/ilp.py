@@ -11,8 +11,8 @@ R[t, k]: recipe k reruns in stage t. E, W: a slot is empty and someone may ask f
 held after stage t. L[t, s, k]: s is in memory when recipe k of stage t begins (it takes the place of the paper's FREE, and
 the sum over s that of U). C[t, k]: the rerun captures internals.
 
-Every plan is a schedule of this program. The other way around, a schedule may choose for each recomputation afresh what
-to hold, where a plan has one limit for each storage; so the bound holds for plans, and is met where limits can say as much.
+The schedules of this program are those that retain limits can express, nearly always, so a plan solves it. Not modelled,
+in the bound's favour: storages that autograd saves and releases without ever unpacking them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from fxmem.planners.events import Events, events_of
 from fxmem.planners.milp import ONE, ZERO, Expression, Milp, Optimum, minus, plus, term
 from fxmem.simulate import NO_RECIPE, Tables, tables_of
-from fxmem.types import GraphProfile
+from fxmem.types import KEEP, GraphProfile
 
 
 def optimum(
@@ -43,6 +43,16 @@ def optimum(
     return program.milp.solve(seconds, lower_seconds, upper_seconds)
 
 
+def best_limits(
+    profile: GraphProfile, budget_bytes: int, *, seconds: float, num_branches: int, upper_seconds: float
+) -> tuple[int, ...] | None:
+    """Return the retain limits of the best schedule found within ``budget_bytes``; None if none was."""
+    program = _Program(tables_of(profile), budget_bytes)
+    program.build()
+    found = program.milp.solve(seconds, 0.0, upper_seconds, num_branches)
+    return program.limits(found) if found.values else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Stage:
     tick: int
@@ -56,6 +66,8 @@ class _Program:
         self.events = events_of(tables)
         self.milp = Milp()
         self.stages = _stages(tables, self.events)
+        self.full: list[list[Expression]] = []
+        self.passed: list[list[tuple[int, Expression, Expression]]] = [[] for _ in tables.nbytes]
         self.readers: list[list[int]] = [[] for _ in tables.nbytes]
         for k, inputs in enumerate(tables.inputs):
             for s in inputs:
@@ -65,11 +77,13 @@ class _Program:
         tables = self.tables
         F: list[Expression] = [ONE if p == NO_RECIPE else term(self.milp.binary()) for p in tables.position]
         self._forward(F)
+        self.full.append(F)
         for t, stage in enumerate(self.stages):
             before, F = F, list(F)
             ancestors = self._ancestors(stage.target, F)
             R = {k: term(self.milp.binary(cost=tables.seconds[k])) for k in ancestors}
             self._rerun(stage, before, F, R)
+            self.full.append(F)
             self._memory(stage, before, F, R)
             if stage.ends_tick:
                 end = self.stages[t + 1].tick if t + 1 < len(self.stages) else len(tables.ticks)
@@ -89,18 +103,43 @@ class _Program:
         return sorted(seen)
 
     def _rerun(self, stage: _Stage, before: list[Expression], F: list[Expression], R: dict[int, Expression]) -> None:
-        tables, milp = self.tables, self.milp
+        tables, milp, position = self.tables, self.milp, self.tables.position[stage.target]
         for k in R:
+            milp.at_most(minus(plus(R[k], (before[stage.target], 1.0)), ONE))  # only for an empty target
             for s in tables.products[k]:
                 if tables.position[s] != k or F[s] == ONE:
                     continue
                 F[s] = ONE if s == stage.target else term(milp.binary())
                 milp.at_most(plus(before[s], (F[s], -1.0)))  # full stays full
                 milp.at_most(minus(F[s], plus(before[s], (R[k], 1.0))))  # (1c): what becomes full is rerun; (1d)
+                if k == position:
+                    milp.at_most(minus(R[k], F[s]))  # no limit lies before the own position
+                else:
+                    self._passed(s, position, minus(F[s], before[s]), R[k], F[s])
             for s in tables.inputs[k]:
                 maker = tables.position[s]
                 if before[s] != ONE:  # (1b): what a rerun reads is there or made
                     milp.at_most(minus(R[k], plus(before[s], (R[maker], 1.0))))
+
+    def _passed(self, s: int, position: int, filled: Expression, rerun: Expression, full: Expression) -> None:
+        """What is filled for a target of this position would have been, by any earlier one of no higher position."""
+        for earlier_position, earlier_rerun, earlier_full in self.passed[s]:
+            if earlier_position <= position:
+                refused = minus(earlier_rerun, earlier_full)
+                self.milp.at_most(plus(refused, (filled, 1.0)), 1.0)
+        self.passed[s].append((position, rerun, full))
+
+    def limits(self, found: Optimum) -> tuple[int, ...]:
+        """Return limits by which each storage is refilled when the target of its stage of the schedule is."""
+        limits = []
+        for s, position in enumerate(self.tables.position):
+            stages = (t for t, F in enumerate(self.full) if found.true(F[s]))
+            first = next(stages, None)
+            if first == 0:
+                limits.append(KEEP)
+            else:
+                limits.append(position if first is None else self.tables.position[self.stages[first - 1].target])
+        return tuple(limits)
 
     # -- who holds what ---------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,12 @@ class Optimum:
     """Of the best schedule found; infinite if none was."""
     bound_seconds: float
     """No plan within the budget recomputes for less; infinite if there is none."""
+    values: tuple[float, ...] = ()
+    """Of the variables, in the best schedule found."""
+
+    def true(self, expression: Expression) -> bool:
+        """Tell whether a 0-1 expression is 1 in the best schedule found."""
+        return expression[0] + sum(factor * self.values[v] for v, factor in expression[1]) > 0.5
 
 
 def term(variable: int) -> Expression:
@@ -82,16 +88,19 @@ class Milp:
                 self.at_most(minus(expression, result))
         return self.largest_of[key]
 
-    def solve(self, seconds: float, lower: float, upper: float | None) -> Optimum:
-        """Return what minimizing the cost within ``seconds`` proves, given that it lies between two numbers."""
+    def solve(self, seconds: float, lower: float, upper: float | None, nodes: int | None = None) -> Optimum:
+        """Return what minimizing the cost within ``seconds`` proves, given that it lies between two numbers.
+
+        ``nodes``: most branches to look at.
+        """
         if self.impossible:
             return Optimum(float("inf"), float("inf"))
         unit = max(self.cost, default=1.0) or 1.0  # of cost, so that the solver's tolerances fit
         if not any(self.cost):
-            return Optimum(0.0, 0.0) if not self.rows else self._run(seconds, 0.0, None, unit)
-        return self._run(seconds, lower, upper, unit)
+            return Optimum(0.0, 0.0) if not self.rows else self._run(seconds, 0.0, None, unit, nodes)
+        return self._run(seconds, lower, upper, unit, nodes)
 
-    def _run(self, seconds: float, lower: float, upper: float | None, unit: float) -> Optimum:
+    def _run(self, seconds: float, lower: float, upper: float | None, unit: float, nodes: int | None) -> Optimum:
         cost = np.array(self.cost) / unit
         entries = [(r, v, f) for r, (terms, _) in enumerate(self.rows) for v, f in terms]
         entries += [(len(self.rows), v, float(c)) for v, c in enumerate(cost) if c]
@@ -106,13 +115,14 @@ class Milp:
             integrality=np.array(self.integral),
             bounds=Bounds(np.zeros(len(cost)), np.ones(len(cost))),
             constraints=LinearConstraint(matrix, least, most),
-            options={"time_limit": seconds, "mip_rel_gap": 1e-5},
+            options={"time_limit": seconds, "mip_rel_gap": 1e-5} | ({} if nodes is None else {"node_limit": nodes}),
         )
         if result.status == 2:  # infeasible
             return Optimum(float("inf"), float("inf") if upper is None else upper)
         found = float("inf") if result.x is None else float(result.fun) * unit
         bound = getattr(result, "mip_dual_bound", None)
-        return Optimum(found, lower if bound is None else max(lower, float(bound) * unit))
+        values = () if result.x is None else tuple(result.x.tolist())
+        return Optimum(found, lower if bound is None else max(lower, float(bound) * unit), values)
 
 
 def _never_negative(expression: Expression) -> bool:
