@@ -1,8 +1,8 @@
 """fxmem beside its peers on the same models in one run: ``python -m benchmarks`` (or ``make bench``).
 
 For each model: every peer, then fxmem without a budget, at each peer's measured peak, and at a ladder of budgets. Each
-measurement has a process of its own, in which eager steps and the way's steps alternate (benchmarks/measure.py). Results
-go to JSON after each; a second run takes up where the first stopped.
+peer has a process of its own, in which eager steps and the peer's steps alternate (benchmarks/measure.py); so have fxmem's
+budgets together. Results go to JSON after each measurement; a second run takes up where the first stopped.
 """
 
 from __future__ import annotations
@@ -86,19 +86,24 @@ def missing_rows(name: str, rows: list[Row], options: Options, progress: Progres
     """Measure the ways of model ``name`` that ``rows`` lacks; yield each new row."""
     done = {row.way: row for row in rows if row.model == name}
 
-    def run(way: Way) -> Iterator[Row]:
-        if way.name not in done:
-            progress.say(f"{name}: {way.name}")
-            done[way.name] = in_own_process(name, options.scale, way, options.seconds)
-            yield done[way.name]
-        progress.one_done()
+    def run(ways: list[Way]) -> Iterator[Row]:
+        """Measure in one process those of ``ways`` that are missing."""
+        missing = [way for way in ways if way.name not in done]
+        for _ in range(len(ways) - len(missing)):
+            progress.one_done()
+        if missing:
+            progress.say(f"{name}: {missing[0].name}")
+        for row in in_own_process(name, options.scale, missing, options.seconds):
+            done[row.way] = row
+            progress.one_done()
+            if row.way != missing[-1].name:
+                progress.say(f"{name}: {missing[[w.name for w in missing].index(row.way) + 1].name}")
+            yield row
 
     for peer in peers(inductor=options.inductor, quick=options.quick):
-        yield from run(peer)
-    yield from run(NO_BUDGET)
-    free = done[NO_BUDGET.name]
-    for way in budgeted_ways(free, list(done.values()), quick=options.quick):
-        yield from run(way)
+        yield from run([peer])
+    yield from run([NO_BUDGET])
+    yield from run(budgeted_ways(done[NO_BUDGET.name], list(done.values()), quick=options.quick))
 
 
 def budgeted_ways(free: Row, rows: list[Row], *, quick: bool) -> list[Way]:
@@ -116,32 +121,38 @@ def budgeted_ways(free: Row, rows: list[Row], *, quick: bool) -> list[Way]:
     return [*ways, Way("fxmem floor", "fxmem", floor)]
 
 
-def in_own_process(name: str, scale: str, way: Way, seconds: float) -> Row:
-    """Return the row that :func:`measure` returns in a fresh process."""
+def in_own_process(name: str, scale: str, ways: list[Way], seconds: float) -> Iterator[Row]:
+    """Yield the rows of ``ways``, measured in a fresh process: one for each peer, one for all budgets of fxmem."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.preload"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure_into, args=(sender, name, scale, way, seconds))
+    process = context.Process(target=_measure_into, args=(sender, name, scale, ways, seconds))
     process.start()
     sender.close()
-    row = Row(name, way.name, way.kind, way.amount, problem=f"gave up after {MOST_SECONDS} s")
-    try:
-        if receiver.poll(MOST_SECONDS):
-            row = receiver.recv()
-    except EOFError:
-        row.problem = "the process died"
+    for i, way in enumerate(ways):
+        row = Row(name, way.name, way.kind, way.amount, problem=f"gave up after {MOST_SECONDS} s")
+        alive = True
+        try:
+            alive = receiver.poll(MOST_SECONDS)
+            row = receiver.recv() if alive else row
+        except EOFError:
+            alive, row.problem = False, "the process died"
+        row.commit = commit()
+        yield row
+        if not alive:
+            yield from in_own_process(name, scale, ways[i + 1 :], seconds) if ways[i + 1 :] else ()
+            break
     process.kill()
     process.join()
-    row.commit = commit()
-    return row
 
 
-def _measure_into(sender: Connection, name: str, scale: str, way: Way, seconds: float) -> None:
+def _measure_into(sender: Connection, name: str, scale: str, ways: list[Way], seconds: float) -> None:
     import torch
 
     device = "cuda" if scale == "gpu" else "cpu"
     torch.set_num_threads(1)
-    sender.send(measure(name, scale, way, seconds, device))
+    for row in measure(name, scale, ways, seconds, device):
+        sender.send(row)
 
 
 class Progress:

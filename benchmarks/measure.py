@@ -1,6 +1,6 @@
-"""One measurement: a model trained one way beside eager, in this process, steps interleaved.
+"""Measurements: a model trained one way beside eager, in this process, steps interleaved.
 
-In: names and amounts. Out: a :class:`Row` of plain numbers.
+In: names and amounts. Out: :class:`Row` objects of plain numbers.
 
 NOTE [What is measured]
 
@@ -23,7 +23,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,32 +79,36 @@ class Row:
     commit: str | None = None
 
 
-def measure(model_name: str, scale: str, way: Way, seconds: float, device: str = "cpu") -> Row:
-    """Return the row of ``way`` on ``model_name``; at most about ``seconds`` are spent on timed pairs."""
-    row = Row(model_name, way.name, way.kind, way.amount)
-    try:
-        _measure(row, models.get(model_name), scale, way, seconds, torch.device(device))
-    except NotApplicable as reason:
-        row.problem = f"not applicable: {reason}"
-    except fxmem.InfeasibleBudgetError as error:
-        row.problem = f"not reachable: least peak {error.least_bytes / 1e6:.1f} MB"
-        row.floor_bytes = error.least_bytes
-    except Exception as error:
-        row.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return row
-
-
-def _measure(row: Row, bench: BenchModel, scale: str, way: Way, seconds: float, device: torch.device) -> None:
+def measure(model_name: str, scale: str, ways: Sequence[Way], seconds: float, device: str = "cpu") -> Iterator[Row]:
+    """Yield the row of each of ``ways`` on ``model_name``; at most about ``seconds`` each are spent on timed pairs."""
+    bench = models.get(model_name)
     torch.manual_seed(SEED)
     initial = bench.build(scale).to(device)
     batch = tree_map_only(Tensor, lambda t: t.to(device), bench.batch(scale))
-    racers = {"eager": Racer(EAGER, initial, bench, batch)}
-    reference = racers["eager"].gradients
+    eager = Racer(EAGER, initial, bench, batch)
+    eager_peak = peak_of(eager)
+    for way in ways:
+        row = Row(model_name, way.name, way.kind, way.amount)
+        row.eager_peak_bytes = eager_peak.tracked_bytes
+        try:
+            _measure(row, way, initial, eager, eager_peak, seconds)
+        except NotApplicable as reason:
+            row.problem = f"not applicable: {reason}"
+        except fxmem.InfeasibleBudgetError as error:
+            row.problem = f"not reachable: least peak {error.least_bytes / 1e6:.1f} MB"
+            row.floor_bytes = error.least_bytes
+        except Exception as error:
+            row.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        yield row
+
+
+def _measure(row: Row, way: Way, initial: nn.Module, eager: Racer, eager_peak: Peak, seconds: float) -> None:
+    reference = eager.gradients
     against_itself = way.compiled and _has_dropout(initial)
     if against_itself:
         own = NO_RECOMPUTE if way.kind == "partitioner" else replace(way, amount=1.0)
-        reference = Racer(own, initial, bench, batch).gradients
-    racer = racers["way"] = Racer(way, initial, bench, batch)
+        reference = Racer(own, initial, eager.bench, eager.batch).gradients
+    racer = Racer(way, initial, eager.bench, eager.batch)
     row.prepare_seconds = racer.prepare_seconds
     row.predicted_peak_bytes = racer.contender.predicted_peak_bytes
     row.estimated_ratio = racer.contender.estimated_ratio
@@ -112,10 +116,10 @@ def _measure(row: Row, bench: BenchModel, scale: str, way: Way, seconds: float, 
         optimized: Any = racer.contender.module
         row.floor_bytes = optimized.report.floor_bytes
         row.num_nodes = len(optimized.graph_module.graph.nodes)
-    _compare_numbers(row, racers, reference, " against itself" if against_itself else "")
-    del initial, reference
-    _measure_peaks(row, way, racers)
-    _measure_times(row, racers, seconds)
+    _compare_numbers(row, racer, reference, eager.buffers, " against itself" if against_itself else "")
+    del reference
+    _measure_peak(row, way, racer, eager_peak)
+    _measure_times(row, eager, racer, seconds)
 
 
 class Racer:
@@ -162,14 +166,14 @@ def _is_rate(module: nn.Module, name: str) -> bool:
     return (name == "p" and "drop" in type(module).__name__.lower()) or "dropout" in name or name == "drop_prob"
 
 
-def _compare_numbers(row: Row, racers: dict[str, Racer], expected: dict[str, Tensor], note: str) -> None:
-    eager, racer = racers["eager"], racers["way"]
-    row.gradient_error = largest_relative_error(expected, racer.gradients)
+def _compare_numbers(
+    row: Row, racer: Racer, gradients: dict[str, Tensor], buffers: dict[str, Tensor], note: str
+) -> None:
+    row.gradient_error = largest_relative_error(gradients, racer.gradients)
     row.gradients = ("bitwise" if row.gradient_error == 0 else f"{row.gradient_error:.1e}") + note
-    wrong = [n for n, b in eager.buffers.items() if not _close(b, racer.buffers.get(n))]
-    row.buffers = "equal" if not wrong else f"{len(wrong)} of {len(eager.buffers)} wrong, {wrong[0]} first"
-    for each in (eager, racer):
-        each.gradients, each.buffers = {}, {}
+    wrong = [n for n, b in buffers.items() if not _close(b, racer.buffers.get(n))]
+    row.buffers = "equal" if not wrong else f"{len(wrong)} of {len(buffers)} wrong, {wrong[0]} first"
+    racer.gradients, racer.buffers = {}, {}
 
 
 def _close(expected: Tensor, actual: Tensor | None) -> bool:
@@ -211,9 +215,8 @@ class Peak:
     flops: int
 
 
-def _measure_peaks(row: Row, way: Way, racers: dict[str, Racer]) -> None:
-    eager, peak = peak_of(racers["eager"]), peak_of(racers["way"])
-    row.eager_peak_bytes = eager.tracked_bytes
+def _measure_peak(row: Row, way: Way, racer: Racer, eager: Peak) -> None:
+    peak = peak_of(racer)
     row.allocator_peak_bytes = peak.allocator_bytes
     row.peak_bytes = peak.allocator_bytes if way.kind == "inductor" else peak.tracked_bytes
     if eager.flops and way.kind != "inductor":
@@ -260,16 +263,19 @@ def allocator_rise_bytes(step: Callable[[], None]) -> int:
 # -- times -------------------------------------------------------------------------------------------------------------
 
 
-def _measure_times(row: Row, racers: dict[str, Racer], seconds: float) -> None:
-    times: dict[str, list[float]] = {name: [] for name in racers}
-    once = sum(_seconds_of(racer) for racer in racers.values())
+def _measure_times(row: Row, eager: Racer, racer: Racer, seconds: float) -> None:
+    once = _seconds_of(eager) + _seconds_of(racer)
     row.num_pairs = int(min(25, max(5, seconds / once)))
+    pairs = []
     for i in range(row.num_pairs):
-        for name in list(racers) if i % 2 else reversed(list(racers)):
-            times[name].append(_seconds_of(racers[name]))
-    low, middle, high = quartiles(w / e for w, e in zip(times["way"], times["eager"], strict=True))
-    row.time_ratio, row.time_ratio_low, row.time_ratio_high = middle, low, high
-    row.eager_seconds = statistics.median(times["eager"])
+        if i % 2:
+            before = _seconds_of(eager)
+            pairs.append((before, _seconds_of(racer)))
+        else:
+            after = _seconds_of(racer)
+            pairs.append((_seconds_of(eager), after))
+    row.time_ratio_low, row.time_ratio, row.time_ratio_high = quartiles(way / own for own, way in pairs)
+    row.eager_seconds = statistics.median(own for own, _ in pairs)
 
 
 def _seconds_of(racer: Racer) -> float:

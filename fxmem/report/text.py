@@ -5,11 +5,16 @@ In: a profile, the plan chosen, its verified figures. Out: a :class:`Report`; ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from tabulate import tabulate
 
-from fxmem.types import FrontierPoint, GraphProfile, StaticBytes, Verification
+from fxmem.report.graph import GraphNode, draw_graph, graph_nodes
+from fxmem.report.html import report_html, timeline_svg
+from fxmem.report.plots import plot_memory
+from fxmem.simulate import keep_all, simulate
+from fxmem.types import FrontierPoint, GraphProfile, StaticBytes, Timeline, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,23 @@ class Report:
     rows: tuple[Row, ...]
     """Every storage autograd saves, in order of creation."""
     notes: tuple[str, ...]
+    timeline: Timeline = field(repr=False)
+    """Live bytes over the step under the plan."""
+    eager_timeline: Timeline = field(repr=False)
+    """The same if nothing is dropped."""
+    graph: tuple[GraphNode, ...] = field(repr=False)
+    """The captured graph with what the plan does, in order of execution."""
+
+    def plot_memory(self, axes: Any = None) -> Any:
+        """Return a matplotlib figure: memory over the step before and after, phases shaded, the budget a line."""
+        return plot_memory(self.eager_timeline, self.timeline, self.budget_bytes, axes)
+
+    def draw_graph(self, depth: int | None = None) -> Any:
+        """Return a matplotlib figure of the graph by module, sized by saved bytes, coloured by kept and dropped.
+
+        ``depth``: how many parts of a module path to tell apart; default: as many as stay readable.
+        """
+        return draw_graph(self.graph, depth)
 
     @property
     def kept_bytes(self) -> int:
@@ -65,7 +87,13 @@ class Report:
         return _render(self)
 
     def _repr_html_(self) -> str:
-        return str(tabulate(_summary(self), headers=("", "GB"), tablefmt="html"))
+        saved_ratio = 1 - self.predicted_peak_bytes / self.eager_peak_bytes
+        headline = (
+            f"{_gb(self.predicted_peak_bytes)} GB instead of {_gb(self.eager_peak_bytes)} GB ({saved_ratio:.0%} less), "
+            f"about {self.overhead_ratio:.1%} more time a step"
+        )
+        picture = timeline_svg(self.eager_timeline, self.timeline, self.budget_bytes)
+        return report_html(headline, (f"peak at {self.peak_at}", *self.notes), _summary(self), picture)
 
 
 def build_report(
@@ -108,6 +136,9 @@ def build_report(
         peak_at=place_of_tick(profile, peak_step),
         rows=rows,
         notes=notes,
+        timeline=simulate(profile, point.plan, with_steps=True),
+        eager_timeline=simulate(profile, keep_all(profile), with_steps=True),
+        graph=graph_nodes(profile, point.plan),
     )
 
 
