@@ -13,6 +13,7 @@ from fxmem.errors import (
     VerificationError,
 )
 from fxmem.estimate import Estimate, estimate
+from fxmem.frontier import BudgetPoint, frontier
 from fxmem.module import OptimizedModule, optimize
 from fxmem.report import Report
 from fxmem.track import track
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "BudgetPoint",
     "CaptureError",
     "Estimate",
     "FxMemError",
@@ -36,6 +38,7 @@ __all__ = [
     "SavedTensorModifiedError",
     "VerificationError",
     "estimate",
+    "frontier",
     "optimize",
     "track",
 ]

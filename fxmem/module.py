@@ -7,7 +7,7 @@ training-mode calls with grad enabled run an emitted graph, all others the origi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from fxmem.capture import Captured, Dims, Inputs, capture
 from fxmem.errors import BudgetError, CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
 from fxmem.pipeline import Compiled, Settings, compile_model, frontier_of, profile_model
 from fxmem.planners import PLANNERS
+from fxmem.policy import Rule, check_policy
 from fxmem.replay import Autocast
 from fxmem.report import Report
 from fxmem.step import OptimizerLike, check_optimizer
@@ -39,6 +40,8 @@ def optimize(
     planner: str = "auto",
     plan_seconds: float = 30.0,
     cost: str = "auto",
+    policy: Sequence[Rule] = (),
+    cache: bool = True,
 ) -> OptimizedModule:
     """Return ``model`` as a module that trains inside a memory budget, with bitwise the same numbers.
 
@@ -50,7 +53,9 @@ def optimize(
     default: ``output.loss``, else the sum of the floating outputs. ``autocast``: the dtype of the autocast region the
     training calls run in, where an example is given; a call inside a region is always planned for that region.
     ``planner``: a name in ``fxmem.planners.PLANNERS``; it searches for at most about ``plan_seconds``. ``cost``: name of
-    a hardware preset for the estimate of op times, or ``"auto"`` for the model's device.
+    a hardware preset for the estimate of op times, or ``"auto"`` for the model's device. ``policy``: rules of what must be
+    saved or recomputed, such as ``("layers.*.attn", "save")`` or ``("relu", "recompute")`` (:mod:`fxmem.policy`).
+    ``cache``: whether what planning finds is kept on disk for the next process (:mod:`fxmem.cache`).
 
     Errors: ``InputError`` (a ``ValueError``) for arguments that cannot be used, ``InfeasibleBudgetError`` when no plan
     fits, ``CaptureError`` when the model cannot be captured faithfully; all before anything big is allocated.
@@ -68,6 +73,8 @@ def optimize(
         planner=_known("planner", planner, PLANNERS),
         plan_seconds=_positive("plan_seconds", plan_seconds),
         hardware=None if cost == "auto" else PRESETS[_known("cost", cost, PRESETS)],
+        policy=check_policy(policy),
+        cache=bool(cache),
     )
     optimized = OptimizedModule(model, settings)
     if example_args is not None or example_kwargs is not None:

@@ -12,9 +12,11 @@ import torch
 from torch import fx
 
 from fxmem.capture import Captured, Inputs, capture
+from fxmem.check import check_plan
 from fxmem.errors import InfeasibleBudgetError
-from fxmem.planners import PLANNERS, cheapest_within, pareto
+from fxmem.planners import PLANNERS, cheapest_within, pareto, stored
 from fxmem.planners.gap import lower_bound
+from fxmem.policy import Rule, constrain, enforce
 from fxmem.profile import Profiled, profile
 from fxmem.replay import Autocast
 from fxmem.report import Report, build_report
@@ -38,6 +40,9 @@ class Settings:
     plan_seconds: float
     hardware: Hardware | None
     """None: the preset of the model's device."""
+    policy: tuple[Rule, ...] = ()
+    cache: bool = True
+    """Whether frontiers and measured op times are kept on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +96,17 @@ def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, se
 
 
 def frontier_of(graph_profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
-    """Return the planner's points; keeping everything is always one of them."""
+    """Return the planner's points under the policy; keeping all it lets is always one of them."""
+    constrained, recomputed = constrain(graph_profile, settings.policy)
+    name, seconds = settings.planner, settings.plan_seconds
+    points = stored.load(constrained, name, seconds) if settings.cache else None
+    if points is None:
+        points = PLANNERS[name](constrained, seconds=seconds)
+        if settings.cache:
+            stored.store(constrained, name, seconds, points)
     plan = keep_all(graph_profile)
     keep = FrontierPoint(plan, simulate(graph_profile, plan).peak_bytes, 0.0)
-    return pareto((keep, *PLANNERS[settings.planner](graph_profile, seconds=settings.plan_seconds)))
+    return pareto(enforce(constrained, pareto((keep, *points)), recomputed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +131,7 @@ def emit_within_budget(
         if point is None:
             assert budget_bytes is not None
             raise _infeasible(profiled.profile, points, budget_bytes)
+        check_plan(profiled.profile, point.plan)
         timeline = simulate(profiled.profile, point.plan)
         graph_module = rewrite(profiled, point.plan)
         verification = verify(

@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ["FXMEM_CACHE"] = "0"  # every test plans for itself
 
 import hypothesis
 import pytest

@@ -1,0 +1,90 @@
+"""``fxmem.frontier``: what every budget costs, for one model, before anything is emitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxmem.capture import Inputs, capture
+from fxmem.errors import InputError
+from fxmem.pipeline import Settings, frontier_of, profile_model
+from fxmem.planners import PLANNERS
+from fxmem.planners.gap import with_bounds
+from fxmem.policy import Rule, check_policy
+from fxmem.replay import Autocast
+from fxmem.step import OptimizerLike, check_optimizer
+from fxmem.timing import PRESETS
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPoint:
+    """One budget and what it costs; between two points, the one with the lower budget is what one gets."""
+
+    budget_bytes: int
+    """The least budget for which this is the plan."""
+    predicted_peak_bytes: int
+    """Of the whole training step."""
+    overhead_seconds: float
+    """Estimated time of what is recomputed in one step."""
+    overhead_ratio: float
+    """``overhead_seconds`` over the estimated time of the eager step."""
+    gap_ratio: float
+    """At most so much of the eager step's time could the best of all plans save."""
+
+
+def frontier(
+    model: torch.nn.Module,
+    example_args: Any = None,
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    optimizer: OptimizerLike = "adamw",
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+    planner: str = "auto",
+    plan_seconds: float = 30.0,
+    cost: str = "auto",
+    policy: Sequence[Rule] = (),
+    cache: bool = True,
+) -> tuple[BudgetPoint, ...]:
+    """Return the budgets at which the plan changes, falling, from keeping everything to the least peak reachable.
+
+    Arguments are those of :func:`fxmem.optimize`. Peaks are planned, not yet verified on the emitted module. Errors:
+    ``InputError``, ``CaptureError``.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    for what, name, known in (("planner", planner, PLANNERS), ("cost", cost, {"auto", *PRESETS})):
+        if name not in known:
+            raise InputError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
+    check_optimizer(optimizer)
+    args = tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
+    inputs = Inputs.of(() if example_args is None else args, example_kwargs or {})
+    if not any(isinstance(leaf, torch.Tensor) for leaf in inputs.leaves):
+        raise InputError("the example holds no tensor; pass one call's arguments as example_args and example_kwargs")
+    settings = Settings(
+        budget_bytes=None,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        planner=planner,
+        plan_seconds=plan_seconds,
+        hardware=None if cost == "auto" else PRESETS[cost],
+        policy=check_policy(policy),
+        cache=cache,
+    )
+    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    region = None if autocast is None else Autocast(device_type, autocast)
+    profile = profile_model(model, capture(model, inputs, region), inputs, settings).profile
+    step_seconds = profile.step_seconds or 1.0
+    return tuple(
+        BudgetPoint(
+            budget_bytes=point.peak_bytes,
+            predicted_peak_bytes=point.peak_bytes,
+            overhead_seconds=point.recompute_seconds,
+            overhead_ratio=point.recompute_seconds / step_seconds,
+            gap_ratio=point.gap_seconds / step_seconds,
+        )
+        for point in with_bounds(profile, frontier_of(profile, settings))
+    )
