@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import secrets
 from pathlib import Path
 
 from fxmem import cache
@@ -58,7 +59,5 @@ def _source() -> str:
     files = [*sorted(here.glob("*.py")), here.parent / "simulate.py"]
     try:
         return cache.digest(*(path.read_text(encoding="utf-8") for path in files))
-    except OSError:  # no source files: a frozen application
-        from fxmem import __version__
-
-        return __version__
+    except OSError:  # no source files, as in a frozen application: nothing stored fits for sure
+        return secrets.token_hex()
