@@ -17,12 +17,12 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
-.PHONY: help install demo test quick lint types format fuzz bench clean distclean
+.PHONY: help install demo test quick lint types format fuzz bench plots clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '2,5s/^# //p' Makefile
-	@echo "Targets: install demo test quick lint types format fuzz bench clean distclean"
+	@echo "Targets: install demo test quick lint types format fuzz bench plots clean distclean"
 
 install: $(STAMP)
 
@@ -67,6 +67,10 @@ fuzz: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks
+
+# The pictures of docs/images, from the committed results.
+plots: $(STAMP)
+	$(PY) -m benchmarks.plots
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ budgets together. Results go to JSON after each measurement; a second run takes 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import statistics
@@ -28,8 +29,8 @@ from benchmarks.ways import NOT_INSTALLABLE, SHARES, Way, peers
 NO_BUDGET = Way("fxmem, no budget", "fxmem")
 MOST_SECONDS = 600
 """A measurement that takes longer is given up."""
-QUICK_SECONDS = 160
-"""With ``--quick`` no measurement starts later than this."""
+QUICK_SECONDS = 150.0
+"""The deadline of ``--quick``."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class Options:
     inductor: bool
     seconds: float
     again: str | None
+    compiled: bool
+    """Whether torch.compile's ways are measured."""
+    deadline_seconds: float
+    """No measurement starts later than this."""
     path: Path
 
 
@@ -54,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in (row for name in options.names for row in missing_rows(name, list(rows), options, progress)):
         rows.append(row)
         save_rows(options.path, rows, scale=options.scale)
-        if options.quick and progress.elapsed_seconds > QUICK_SECONDS:
-            progress.say("the three minutes are over; run again to go on from here")
+        if progress.elapsed_seconds > options.deadline_seconds:
+            progress.say("the time is over; run again to go on from here")
             break
     print("\n".join(report(rows, options.names)))
     return 0
@@ -67,6 +72,8 @@ def _options(argv: Sequence[str] | None) -> Options:
     parser.add_argument("--models", nargs="+", metavar="NAME", help=f"of: {', '.join(models.MODELS)}")
     parser.add_argument("--quick", action="store_true", help="three models, eager peers, at most three minutes")
     parser.add_argument("--inductor", action="store_true", help="torch.compile's own backend too (compiles for long)")
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile (compiles for long)")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="start no measurement later than this")
     parser.add_argument("--seconds", type=float, default=6.0, help="for the timed pairs of one measurement")
     parser.add_argument("--again", metavar="PREFIX", help="measure anew the ways whose name starts so")
     parser.add_argument("--results", type=Path, help="the JSON file to write and to go on from")
@@ -76,7 +83,22 @@ def _options(argv: Sequence[str] | None) -> Options:
         models.get(name)
     default = RESULTS / f"compare_{given.scale}{'_quick' if given.quick else ''}.json"
     seconds = min(given.seconds, 1.0) if given.quick else given.seconds
-    return Options(given.scale, names, given.quick, given.inductor, seconds, given.again, given.results or default)
+    return Options(
+        scale=given.scale,
+        names=names,
+        quick=given.quick,
+        inductor=given.inductor,
+        seconds=seconds,
+        again=given.again,
+        compiled=not (given.no_compile or given.quick),
+        deadline_seconds=given.deadline or (QUICK_SECONDS if given.quick else math.inf),
+        path=given.results or default,
+    )
+
+
+def _peers(options: Options) -> list[Way]:
+    ways = peers(inductor=options.inductor, quick=options.quick)
+    return [way for way in ways if options.compiled or not way.compiled]
 
 
 # -- the work ----------------------------------------------------------------------------------------------------------
@@ -100,7 +122,7 @@ def missing_rows(name: str, rows: list[Row], options: Options, progress: Progres
                 progress.say(f"{name}: {missing[[w.name for w in missing].index(row.way) + 1].name}")
             yield row
 
-    for peer in peers(inductor=options.inductor, quick=options.quick):
+    for peer in _peers(options):
         yield from run([peer])
     yield from run([NO_BUDGET])
     yield from run(budgeted_ways(done[NO_BUDGET.name], list(done.values()), quick=options.quick))
@@ -177,7 +199,7 @@ class Progress:
 
 
 def _expected_count(options: Options) -> int:
-    num_peers = len(peers(inductor=options.inductor, quick=options.quick))
+    num_peers = len(_peers(options))
     ladder = 3 if options.quick else 2 + len(SHARES)
     return len(options.names) * (2 * num_peers + ladder)
 
@@ -186,7 +208,7 @@ def _expected_count(options: Options) -> int:
 
 
 HEADERS = (
-    "way", "peak MB", "of eager", "predicted", "allocator", "time / eager", "quartiles", "own", "FLOPs", "prepare s",
+    "way", "peak MB", "of eager", "predicted", "allocator", "time / eager", "quartiles", "estimate", "own", "FLOPs", "prepare s",
     "gradients", "buffers",
 )  # fmt: skip
 
@@ -225,7 +247,7 @@ def _cells(row: Row, own: float | None) -> tuple[str, ...]:
     exact = "exact" if row.predicted_peak_bytes == row.peak_bytes else _mb(row.predicted_peak_bytes)
     return (
         row.way, _mb(row.peak_bytes), f"{share:.3f}", exact, _mb(row.allocator_peak_bytes), f"{row.time_ratio:.3f}",
-        spread, _number(own), _number(row.flops_ratio), f"{row.prepare_seconds:.1f}", row.gradients or "",
+        spread, _number(row.estimated_ratio), _number(own), _number(row.flops_ratio), f"{row.prepare_seconds:.1f}", row.gradients or "",
         row.buffers or "",
     )  # fmt: skip
 
