@@ -16,7 +16,7 @@ from fxmem.planners.gap import with_bounds
 from fxmem.policy import Rule, check_policy
 from fxmem.replay import Autocast
 from fxmem.step import OptimizerLike, check_optimizer
-from fxmem.timing import PRESETS
+from fxmem.timing import COSTS, preset_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def frontier(
     """
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    for what, name, known in (("planner", planner, PLANNERS), ("cost", cost, {"auto", *PRESETS})):
+    for what, name, known in (("planner", planner, PLANNERS), ("cost", cost, COSTS)):
         if name not in known:
             raise InputError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
     check_optimizer(optimizer)
@@ -70,7 +70,8 @@ def frontier(
         loss_fn=loss_fn,
         planner=planner,
         plan_seconds=plan_seconds,
-        hardware=None if cost == "auto" else PRESETS[cost],
+        hardware=preset_of(cost),
+        measure=cost == "measure",
         policy=check_policy(policy),
         cache=cache,
     )

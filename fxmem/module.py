@@ -23,7 +23,7 @@ from fxmem.policy import Rule, check_policy
 from fxmem.replay import Autocast
 from fxmem.report import Report
 from fxmem.step import OptimizerLike, check_optimizer
-from fxmem.timing import PRESETS
+from fxmem.timing import COSTS, preset_of
 from fxmem.types import Plan
 
 
@@ -53,7 +53,8 @@ def optimize(
     default: ``output.loss``, else the sum of the floating outputs. ``autocast``: the dtype of the autocast region the
     training calls run in, where an example is given; a call inside a region is always planned for that region.
     ``planner``: a name in ``fxmem.planners.PLANNERS``; it searches for at most about ``plan_seconds``. ``cost``: name of
-    a hardware preset for the estimate of op times, or ``"auto"`` for the model's device. ``policy``: rules of what must be
+    a hardware preset for the estimate of op times, ``"auto"`` for that of the model's device, or ``"measure"`` to time
+    each op on it (some seconds). ``policy``: rules of what must be
     saved or recomputed, such as ``("layers.*.attn", "save")`` or ``("relu", "recompute")`` (:mod:`fxmem.policy`).
     ``cache``: whether what planning finds is kept on disk for the next process (:mod:`fxmem.cache`).
 
@@ -72,7 +73,8 @@ def optimize(
         loss_fn=loss_fn,
         planner=_known("planner", planner, PLANNERS),
         plan_seconds=_positive("plan_seconds", plan_seconds),
-        hardware=None if cost == "auto" else PRESETS[_known("cost", cost, PRESETS)],
+        hardware=preset_of(_known("cost", cost, COSTS)),
+        measure=cost == "measure",
         policy=check_policy(policy),
         cache=bool(cache),
     )

@@ -14,6 +14,7 @@ from torch import fx
 from fxmem.capture import Captured, Inputs, capture
 from fxmem.check import check_plan
 from fxmem.errors import InfeasibleBudgetError
+from fxmem.measure import with_measured_times
 from fxmem.planners import PLANNERS, cheapest_within, pareto, stored
 from fxmem.planners.gap import lower_bound
 from fxmem.policy import Rule, constrain, enforce
@@ -40,6 +41,8 @@ class Settings:
     plan_seconds: float
     hardware: Hardware | None
     """None: the preset of the model's device."""
+    measure: bool = False
+    """Whether op times are measured on the model's device."""
     policy: tuple[Rule, ...] = ()
     cache: bool = True
     """Whether frontiers and measured op times are kept on disk."""
@@ -92,7 +95,8 @@ def compile_model(
 def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
     """Return the profile of ``captured`` at ``inputs``, with times of the model's device or the one asked for."""
     hardware = settings.hardware or _hardware_of(model)
-    return profile(captured, inputs, hardware.seconds, loss_fn=settings.loss_fn, optimizer=settings.optimizer)
+    profiled = profile(captured, inputs, hardware.seconds, loss_fn=settings.loss_fn, optimizer=settings.optimizer)
+    return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
 
 
 def frontier_of(graph_profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:

@@ -43,3 +43,12 @@ def hardware_for(device_type: str, device_name: str = "") -> Hardware:
         if name in lowered:
             return hardware
     return PRESETS["cpu" if device_type == "cpu" else "a100"]
+
+
+COSTS = frozenset({"auto", "measure", *PRESETS})
+"""What a user may ask for: the preset of the model's device, times measured on it, or another preset."""
+
+
+def preset_of(cost: str) -> Hardware | None:
+    """Return the preset called ``cost``; None where the model's device decides."""
+    return PRESETS.get(cost)

@@ -31,6 +31,7 @@ ORDER = (
     "observe",
     "profile",
     "timing",
+    "measure",
     "simulate",
     "check",
     "policy",
