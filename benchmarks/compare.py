@@ -208,8 +208,8 @@ def _expected_count(options: Options) -> int:
 
 
 HEADERS = (
-    "way", "peak MB", "of eager", "predicted", "allocator", "time / eager", "quartiles", "estimate", "own", "FLOPs", "prepare s",
-    "gradients", "buffers",
+    "way", "peak MB", "of eager", "predicted", "allocator", "time / eager", "quartiles", "estimate", "own", "FLOPs",
+    "prepare s", "gradients", "buffers",
 )  # fmt: skip
 
 
@@ -247,8 +247,8 @@ def _cells(row: Row, own: float | None) -> tuple[str, ...]:
     exact = "exact" if row.predicted_peak_bytes == row.peak_bytes else _mb(row.predicted_peak_bytes)
     return (
         row.way, _mb(row.peak_bytes), f"{share:.3f}", exact, _mb(row.allocator_peak_bytes), f"{row.time_ratio:.3f}",
-        spread, _number(row.estimated_ratio), _number(own), _number(row.flops_ratio), f"{row.prepare_seconds:.1f}", row.gradients or "",
-        row.buffers or "",
+        spread, _number(row.estimated_ratio), _number(own), _number(row.flops_ratio),
+        f"{row.prepare_seconds:.1f}", row.gradients or "", row.buffers or "",
     )  # fmt: skip
 
 

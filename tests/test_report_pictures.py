@@ -82,6 +82,6 @@ def test_html_shows_the_figures_and_both_curves_without_matplotlib(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     html = report._repr_html_()
-    assert f"{report.predicted_peak_bytes / 1e9:.4f} GB instead of" in html
+    assert f"{report.predicted_peak_bytes / 1e6:.4g} MB instead of" in html
     assert html.count("<polyline") == 2
     assert "<script" not in html

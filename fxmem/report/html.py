@@ -14,8 +14,8 @@ from fxmem.types import Timeline
 WIDTH, HEIGHT, TOP = 560, 190, 16
 
 
-def report_html(headline: str, notes: Iterable[str], rows: Iterable[tuple[str, str]], picture: str) -> str:
-    """Return the HTML of a report: a line in bold, small notes, a table of (what, GB) pairs, a picture beside it."""
+def report_html(headline: str, notes: Iterable[str], rows: Iterable[tuple[str, str]], unit: str, picture: str) -> str:
+    """Return the HTML of a report: a line in bold, small notes, a table of (what, size) pairs, a picture beside it."""
     cells = "".join(
         f"<tr><td style='text-align:left'>{escape(what)}</td><td style='text-align:right'>{escape(value)}</td></tr>"
         for what, value in rows
@@ -24,7 +24,7 @@ def report_html(headline: str, notes: Iterable[str], rows: Iterable[tuple[str, s
     return (
         f"<div><p style='margin:4px 0'><b>{escape(headline)}</b>{small}</p>"
         "<div style='display:flex;flex-wrap:wrap;gap:24px;align-items:flex-start'>"
-        f"<table><tr><th style='text-align:left'>one training step</th><th>GB</th></tr>{cells}</table>"
+        f"<table><tr><th style='text-align:left'>one training step</th><th>{unit}</th></tr>{cells}</table>"
         f"{picture}</div></div>"
     )
 

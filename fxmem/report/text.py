@@ -88,12 +88,13 @@ class Report:
 
     def _repr_html_(self) -> str:
         saved_ratio = 1 - self.predicted_peak_bytes / self.eager_peak_bytes
+        unit, scale = _unit_of(self)
         headline = (
-            f"{_gb(self.predicted_peak_bytes)} GB instead of {_gb(self.eager_peak_bytes)} GB ({saved_ratio:.0%} less), "
-            f"about {self.overhead_ratio:.1%} more time a step"
+            f"{self.predicted_peak_bytes / scale:.4g} {unit} instead of {self.eager_peak_bytes / scale:.4g} {unit} "
+            f"({saved_ratio:.0%} less), about {self.overhead_ratio:.1%} more time a step"
         )
         picture = timeline_svg(self.eager_timeline, self.timeline, self.budget_bytes)
-        return report_html(headline, (f"peak at {self.peak_at}", *self.notes), _summary(self), picture)
+        return report_html(headline, (f"peak at {self.peak_at}", *self.notes), _summary(self), unit, picture)
 
 
 def build_report(
@@ -152,23 +153,30 @@ def place_of_tick(profile: GraphProfile, tick: int) -> str:
 
 
 def _summary(report: Report) -> list[tuple[str, str]]:
-    budget = "none" if report.budget_bytes is None else _gb(report.budget_bytes)
+    _, scale = _unit_of(report)
+
+    def sized(nbytes: int) -> str:
+        return f"{nbytes / scale:.4f}"
+
+    budget = "none" if report.budget_bytes is None else sized(report.budget_bytes)
     return [
         ("budget", budget),
-        ("predicted peak", _gb(report.predicted_peak_bytes)),
-        ("eager peak", _gb(report.eager_peak_bytes)),
-        ("least reachable peak", _gb(report.floor_bytes)),
-        ("parameters", _gb(report.static.parameters_bytes)),
-        ("optimizer state", _gb(report.static.optimizer_state_bytes)),
-        ("buffers and batch", _gb(report.static.buffers_bytes + report.static.inputs_bytes)),
-        ("saved for backward, kept", _gb(report.kept_bytes)),
-        ("saved for backward, dropped", _gb(report.dropped_bytes)),
+        ("predicted peak", sized(report.predicted_peak_bytes)),
+        ("eager peak", sized(report.eager_peak_bytes)),
+        ("least reachable peak", sized(report.floor_bytes)),
+        ("parameters", sized(report.static.parameters_bytes)),
+        ("optimizer state", sized(report.static.optimizer_state_bytes)),
+        ("buffers and batch", sized(report.static.buffers_bytes + report.static.inputs_bytes)),
+        ("saved for backward, kept", sized(report.kept_bytes)),
+        ("saved for backward, dropped", sized(report.dropped_bytes)),
     ]
 
 
 def _render(report: Report) -> str:
     largest = sorted(report.rows, key=lambda row: -row.nbytes)[:8]
-    table = tabulate(_summary(report), headers=("memory of one training step", "GB"), disable_numparse=True)
+    table = tabulate(
+        _summary(report), headers=("memory of one training step", _unit_of(report)[0]), disable_numparse=True
+    )
     detail = tabulate(
         [(row.name, f"{row.nbytes / 1e6:.3f}", row.decision, row.reason or row.source) for row in largest],
         headers=("largest saved tensors", "MB", "plan", "where, or why kept"),
@@ -187,5 +195,7 @@ def _render(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.4f}"
+def _unit_of(report: Report) -> tuple[str, float]:
+    """Return (name, bytes) of the unit of a report's table: GB, or a smaller one for a model that is a toy."""
+    units = (("GB", 1e9, 1e8), ("MB", 1e6, 1e5), ("kB", 1e3, 0))
+    return next((name, scale) for name, scale, least in units if report.eager_peak_bytes >= least)
