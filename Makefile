@@ -45,10 +45,10 @@ demo: $(STAMP)
 	$(PY) -m benchmarks.demo
 
 test: lint types
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 quick: lint types
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
