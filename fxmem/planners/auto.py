@@ -7,14 +7,23 @@ equal plans; the clock is the last resort.
 from __future__ import annotations
 
 from fxmem.planners import chen, ilp, intervals, mincut
+from fxmem.planners.bound import Relaxation
 from fxmem.planners.frontier import Clock, judge_all, pareto
+from fxmem.planners.repair import Repair
 from fxmem.planners.search import improve
-from fxmem.simulate import drop_all
+from fxmem.simulate import drop_all, tables_of
 from fxmem.types import FrontierPoint, GraphProfile
 
-SEARCH_WORK = 300_000
+SEARCH_WORK = 250_000
 """Recipes times trials of the local search."""
 MOST_TRIALS = 2_500
+REPAIR_WORK = 180_000
+"""Recipes times runs of the repair."""
+MOST_REPAIRS = 3_000
+REPAIR_SHARES = (0.3, 0.2, 0.1, 0.05, 0.02, 0.0)
+"""Budgets it works on, as shares of the way from the least peak to that of keeping everything."""
+MIN_GAP = 0.003
+"""Of the step's time: a budget with less to gain is left alone."""
 MOST_EXACT_RECIPES = 32
 """Up to here the integer program is asked too."""
 NUM_EXACT = 8
@@ -34,11 +43,34 @@ def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, .
     points += judge_all(profile, "drop_all", [drop_all(profile).limits], clock)
     num_trials = min(MOST_TRIALS, SEARCH_WORK // max(1, len(profile.recipes)))
     found = improve(profile, pareto(points), num_trials=num_trials, clock=clock)
+    found = improve(profile, _repaired(profile, found, clock), num_trials=num_trials // 4, clock=clock)
     return found if len(profile.recipes) > MOST_EXACT_RECIPES else _exact(profile, found, clock)
 
 
+def _repaired(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> tuple[FrontierPoint, ...]:
+    """Return the points and better ones near the floor, made from points that just exceed a budget."""
+    tables = tables_of(profile)
+    relaxation, repair = Relaxation(tables), Repair(tables)
+    low, high = points[-1].peak_bytes, points[0].peak_bytes
+    left = min(MOST_REPAIRS, REPAIR_WORK // max(1, len(profile.recipes)))
+    for number, share in enumerate(REPAIR_SHARES):
+        budget_bytes = round(low + share * (high - low))
+        cost = next(p.recompute_seconds for p in points if p.peak_bytes <= budget_bytes)
+        above = [p for p in reversed(points) if p.peak_bytes > budget_bytes]
+        bound = relaxation.bound(budget_bytes, upper_seconds=cost, num_steps=10, clock=clock)
+        if cost - bound.seconds < MIN_GAP * profile.step_seconds or clock.over or not above:
+            continue
+        further = next((p for p in above if p.peak_bytes > 1.06 * budget_bytes), above[-1])
+        for start in dict.fromkeys((above[0].plan.limits, further.plan.limits)):
+            before = repair.num_runs
+            fitting = list(repair.fit(start, budget_bytes, left // (len(REPAIR_SHARES) - number)))
+            left -= repair.num_runs - before
+            points = pareto((*points, *judge_all(profile, "repair", fitting, clock)))
+    return points
+
+
 def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> tuple[FrontierPoint, ...]:
-    """Return the points and what the integer program finds at some of their peaks, lowest first, made late by search."""
+    """Return the points and what the integer program finds at some of their peaks, lowest first, improved by search once more."""
     plans = []
     for point in points[:: -max(1, -(-len(points) // NUM_EXACT))]:
         limits = ilp.best_limits(

@@ -143,6 +143,15 @@ class _Search:
         return [(s, limit) for _, s, limit in ordered]
 
 
+def reached_positions(tables: Tables) -> list[int]:
+    """Return for each tick the position of the target unpacked there, or last before; past the end at first."""
+    reached, latest = [], len(tables.inputs)
+    for unpacks, *_ in tables.ticks:
+        latest = max((tables.position[s] for s in unpacks if tables.position[s] != NO_RECIPE), default=latest)
+        reached.append(latest)
+    return reached
+
+
 def _lifetimes(tables: Tables) -> tuple[list[int], list[int]]:
     """Return for each storage, if kept, the tick that creates it and the one after which autograd is done with it."""
     created, ended = [0] * len(tables.nbytes), [0] * len(tables.nbytes)

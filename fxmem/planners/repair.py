@@ -1,0 +1,117 @@
+"""Plans for one budget, made from plans that exceed it: near the floor, where many ticks have nearly the same peak.
+
+In: a profile, a budget, limits to start from. Out: limits that fit, if it gets there. The local search of
+:mod:`fxmem.planners.search` sees the highest tick only, so where several blocks peak alike no single move helps it. Here
+the measure is the *excess*: the sum over all moments of the bytes above the budget. A step takes the move that lowers it
+most for each second; once nothing is left of it, storages are kept again as far as the budget allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fxmem.planners.events import events_of
+from fxmem.planners.frontier import MOST_RERUNS
+from fxmem.planners.search import reached_positions
+from fxmem.simulate import NO_RECIPE, Run, Tables
+from fxmem.types import KEEP
+
+Limits = tuple[int, ...]
+NUM_MOVES = 12
+"""Moves tried at one step, ..."""
+MOST_MOVES = 150
+"""... and if none of these helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A plan as one budget sees it."""
+
+    limits: Limits
+    excess_bytes: float
+    seconds: float
+    peak_bytes: int
+    peak_tick: int
+
+
+class Repair:
+    """Repairs plans of one profile; ``num_runs`` counts what that has cost."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self.events = events_of(tables)
+        self.reached = reached_positions(tables)
+        self.num_runs = 0
+
+    def fit(self, limits: Limits, budget_bytes: int, most_runs: int) -> Iterator[Limits]:
+        """Yield plans on the way to one that fits, the last ones being those that do."""
+        state, end = self._state(limits, budget_bytes), self.num_runs + most_runs
+        while state.excess_bytes > 0.0 and self.num_runs < end:
+            better = self._best_move(state, budget_bytes)
+            if better is None:
+                return
+            state = better
+        if state.excess_bytes == 0.0:
+            yield state.limits
+            yield self._kept_again(state, budget_bytes, end).limits
+
+    def _state(self, limits: Limits, budget_bytes: int) -> State:
+        run = Run(self.tables, limits, record=True)
+        self.num_runs += 1
+        ticks, most = self.tables.ticks, MOST_RERUNS * len(self.tables.inputs) + 1_000
+        for first in range(0, len(ticks), 32):
+            run.advance(ticks[first : first + 32], first)
+            if run.num_recomputed > most:
+                return State(limits, float("inf"), float("inf"), run.peak_bytes, run.peak_tick)
+        excess = sum(live - budget_bytes for _, _, live in run.steps or () if live > budget_bytes)
+        return State(limits, float(excess), run.recompute_seconds, run.peak_bytes, run.peak_tick)
+
+    def _best_move(self, state: State, budget_bytes: int) -> State | None:
+        """Return the neighbour that lowers the excess most for each second; one that costs nothing at once."""
+        best, best_rate = None, 0.0
+        for number, limits in enumerate(self._moves(state)):
+            if best is not None and number >= NUM_MOVES:
+                break
+            other = self._state(limits, budget_bytes)
+            gain, cost = state.excess_bytes - other.excess_bytes, other.seconds - state.seconds
+            if gain <= 0.0:
+                continue
+            if cost <= 0.0:
+                return other
+            if gain / cost > best_rate:
+                best, best_rate = other, gain / cost
+        return best
+
+    def _moves(self, state: State) -> Iterator[Limits]:
+        tables, tick = self.tables, state.peak_tick
+        after = self.reached[tick] - 1
+        last = len(tables.inputs) - 1
+        ranked: list[tuple[float, int, int]] = []
+        for s, (limit, position) in enumerate(zip(state.limits, tables.position, strict=True)):
+            if position == NO_RECIPE or not tables.nbytes[s]:
+                continue
+            if not self.events.created[s] < tick <= max(self.events.gone[s], self.events.released.get(s, tick)):
+                continue
+            rate = (tables.seconds[position] + 1e-12) / tables.nbytes[s]
+            for other in (last, after, position):
+                if other >= position and (limit == KEEP or other < limit):
+                    ranked.append((rate * (1.0 if limit == KEEP else 0.5), s, other))
+            if limit != KEEP and position <= self.reached[tick]:  # a shorter recomputation
+                ranked.append((rate * 0.7, s, KEEP))
+        ranked.sort()
+        for _, s, limit in ranked[:MOST_MOVES]:
+            yield (*state.limits[:s], limit, *state.limits[s + 1 :])
+
+    def _kept_again(self, state: State, budget_bytes: int, end: int) -> State:
+        """Return a plan that keeps, or refills earlier, what the budget allows, dearest first."""
+        tables, last = self.tables, len(self.tables.inputs) - 1
+        order = sorted((-tables.seconds[p], s) for s, p in enumerate(tables.position) if p != NO_RECIPE)
+        for _, s in order:
+            for limit in (KEEP, last):
+                if state.limits[s] == KEEP or self.num_runs >= end:
+                    break
+                other = self._state((*state.limits[:s], limit, *state.limits[s + 1 :]), budget_bytes)
+                if other.excess_bytes == 0.0 and other.seconds < state.seconds:
+                    state = other
+        return state
