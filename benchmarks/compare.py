@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -173,8 +174,10 @@ def _measure_into(sender: Connection, name: str, scale: str, ways: list[Way], se
 
     device = "cuda" if scale == "gpu" else "cpu"
     torch.set_num_threads(1)
-    for row in measure(name, scale, ways, seconds, device):
-        sender.send(row)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["FXMEM_CACHE_DIR"] = cache
+        for row in measure(name, scale, ways, seconds, device):
+            sender.send(row)
 
 
 class Progress:
@@ -300,6 +303,8 @@ def verdicts_of(rows: list[Row], name: str) -> Iterator[Verdict]:
         peer_ratio = own_ratio(peer, list(by_way.values())) or peer.time_ratio
         spread = ((ours.time_ratio_high or 0) - (ours.time_ratio_low or 0)) / 2
         notes = [ours.problem or ""]
+        if (ours.allocator_peak_bytes or 0) > 1.01 * (peer.allocator_peak_bytes or math.inf):
+            notes.append("fxmem's allocator peak is higher: scratch inside kernels")
         if peer.gradient_error is not None and peer.gradient_error > 1e-3:
             notes.append("peer's gradients wrong")
         if peer.buffers not in (None, "equal"):

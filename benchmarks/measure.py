@@ -118,6 +118,8 @@ def _measure(row: Row, way: Way, initial: nn.Module, eager: Racer, eager_peak: P
         row.num_nodes = len(optimized.graph_module.graph.nodes)
     _compare_numbers(row, racer, reference, eager.buffers, " against itself" if against_itself else "")
     del reference
+    if way.kind == "autocast":
+        row.buffers = "other precision"
     _measure_peak(row, way, racer, eager_peak)
     _measure_times(row, eager, racer, seconds)
 

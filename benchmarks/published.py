@@ -180,6 +180,7 @@ def planned(network: Network, batch: int) -> Planned:
         planner="auto",
         plan_seconds=network.plan_seconds,
         hardware=PRESETS[network.card],
+        cache=False,
     )
     profile = profile_model(model, capture(model, inputs), inputs, settings).profile
     return Planned(profile, frontier_of(profile, settings), time.perf_counter() - start)

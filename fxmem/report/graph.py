@@ -143,7 +143,7 @@ def _positions(graph: networkx.DiGraph) -> dict[int, tuple[float, float]]:
 def _bend(positions: dict[int, tuple[float, float]], edge: tuple[int, int]) -> float:
     """Neighbours are joined by a straight line; a skip bows to the left, the longer the less, for it is long already."""
     rows = positions[edge[0]][1] - positions[edge[1]][1]
-    return 0.0 if rows <= 1 else -min(0.5, 0.15 + 1.6 / rows)
+    return 0.0 if rows <= 1 else -min(0.5, 0.03 + 2.2 / rows)
 
 
 def _saved(data: Any) -> int:
@@ -163,5 +163,6 @@ def _draw_disk(axes: Any, at: tuple[float, float], size: float, data: Any) -> No
 
 
 def _bytes_text(data: Any) -> str:
-    parts = [f"{data[f'{what}_bytes'] / 1e6:.3g} MB {what}" for what in ("kept", "dropped") if data[f"{what}_bytes"]]
-    return ", ".join(parts)
+    """Say how many bytes are kept and dropped; parts too small to see in the disk are left out."""
+    parts = [(data[f"{what}_bytes"], what) for what in ("kept", "dropped")]
+    return ", ".join(f"{nbytes / 1e6:.3g} MB {what}" for nbytes, what in parts if nbytes > 0.004 * _saved(data))
