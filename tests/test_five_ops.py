@@ -59,9 +59,9 @@ def test_the_original_step_holds_these_bytes_at_each_tick(profiled: Profiled) ->
 
 def test_the_least_plan_drops_tanh_and_exp_and_saves_two_kib() -> None:
     model, x = Five(), torch.randn(16, 16)
-    free = fxmem.optimize(model, x, optimizer=None).report
+    free = fxmem.optimize(model, x, optimizer=None, inplace=False).report
     assert (free.eager_peak_bytes, free.floor_bytes) == (9 * KIB + SCALARS, 7 * KIB + SCALARS)
-    optimized = fxmem.optimize(model, x, budget=free.floor_bytes, optimizer=None)
+    optimized = fxmem.optimize(model, x, budget=free.floor_bytes, optimizer=None, inplace=False)
     assert [row.name for row in optimized.report.rows if row.decision == "drop"] == ["tanh", "exp"]
     timeline = optimized.report.timeline
     assert [s.label for s in timeline.steps if s.recompute] == ["matmul", "tanh", "exp", "matmul", "tanh"]
@@ -70,7 +70,7 @@ def test_the_least_plan_drops_tanh_and_exp_and_saves_two_kib() -> None:
 
 def test_the_emitted_code_says_what_is_kept_and_dropped_and_runs_at_the_planned_peak() -> None:
     model, x = Five(), torch.randn(16, 16)
-    optimized = fxmem.optimize(model, x, budget=7176, optimizer=None)
+    optimized = fxmem.optimize(model, x, budget=7176, optimizer=None, inplace=False)
     lines = {line.strip().split(" = ")[0]: line for line in optimized.graph_module.code.splitlines() if " = " in line}
     assert all("taped(" in lines[name] for name in ("matmul", "tanh", "exp", "sin"))
     assert "taped(" not in lines["cos"]

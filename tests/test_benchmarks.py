@@ -1,0 +1,110 @@
+"""The benchmarks' own arithmetic, and that what they compare is what they say."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import compare, cuda_suite, models, published
+from benchmarks.measure import Row, largest_relative_error, measure, quartiles
+from benchmarks.results_file import RESULTS, load_rows, save_rows
+from benchmarks.ways import EAGER, NO_RECOMPUTE, Way, peers
+
+
+def _tiny() -> models.BenchModel:
+    """Linear layers with BatchNorm and dropout, one block per pair."""
+
+    def build(scale: str) -> nn.Module:
+        block = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)]
+        return nn.Sequential(*block, nn.Linear(32, 4)).train()
+
+    def loss(output: Tensor) -> Tensor:
+        return output.square().mean()
+
+    return models.BenchModel("tiny", build, lambda scale: ((torch.randn(256, 32),), {}), loss, ("*",))
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    monkeypatch.setitem(models.MODELS, "tiny", _tiny())
+    monkeypatch.setenv("FXMEM_CACHE_DIR", str(tmp_path))
+    return "tiny"
+
+
+def test_a_measurement_has_peak_time_and_equal_numbers(tiny: str) -> None:
+    budget = next(measure(tiny, "cpu", [Way("fxmem", "fxmem")], 0.01)).floor_bytes
+    eager, ours, peer = measure(tiny, "cpu", [EAGER, Way("fxmem", "fxmem", budget), Way("c", "checkpoint")], 0.01)
+    assert eager.peak_bytes == eager.eager_peak_bytes
+    assert ours.peak_bytes == ours.predicted_peak_bytes <= budget < eager.peak_bytes
+    assert (ours.gradients, ours.buffers) == ("bitwise", "equal")
+    assert peer.gradients == "bitwise"
+    assert ours.time_ratio_low <= ours.time_ratio <= ours.time_ratio_high
+
+
+@pytest.mark.documents_peer
+def test_checkpointing_updates_batchnorm_statistics_twice(tiny: str) -> None:
+    (row,) = measure(tiny, "cpu", [Way("checkpoint", "checkpoint")], 0.01)
+    assert "wrong" in row.buffers
+
+
+def test_what_does_not_fit_or_apply_is_a_row_with_a_reason(tiny: str) -> None:
+    rows = measure(tiny, "cpu", [Way("fxmem", "fxmem", 1000), Way("s", "sequential"), Way("x", "nonsense")], 0.01)
+    assert [row.problem.split(":")[0] for row in rows] == ["not reachable", "not applicable", "KeyError"]
+
+
+def test_a_lost_gradient_counts_as_wrong_and_equal_bits_as_zero() -> None:
+    gradient = {"w": torch.ones(3)}
+    assert largest_relative_error(gradient, {"w": torch.ones(3)}) == 0
+    assert largest_relative_error(gradient, {}) == 1
+    assert largest_relative_error(gradient, {"w": 2 * torch.ones(3)}) == pytest.approx(1)
+
+
+def test_rows_survive_the_file_and_are_not_measured_twice(tmp_path: Path) -> None:
+    rows = [Row("m", "a", "checkpoint", peak_bytes=7, time_ratio=1.5), Row("m", "b", "fxmem", problem="x")]
+    save_rows(tmp_path / "r.json", rows, scale="cpu")
+    assert load_rows(tmp_path / "r.json") == rows
+    assert load_rows(tmp_path / "none.json") == []
+
+
+def test_a_compiled_peer_is_judged_by_its_own_time_without_recompute() -> None:
+    rows = [
+        Row("m", NO_RECOMPUTE.name, "aot", peak_bytes=100, time_ratio=1.5),
+        Row("m", "p", "partitioner", 0.5, peak_bytes=50, time_ratio=1.8, eager_peak_bytes=100),
+        Row("m", "fxmem at p", "fxmem", 50, peak_bytes=49, time_ratio=1.1, time_ratio_low=1.09, time_ratio_high=1.11),
+    ]
+    (verdict,) = compare.verdicts_of(rows, "m")
+    assert verdict.peer_extra == pytest.approx(0.2)
+    assert verdict.ratio == pytest.approx(0.5)
+    assert not verdict.lost
+
+
+def test_quartiles_of_five() -> None:
+    assert quartiles([5, 1, 4, 2, 3]) == (2, 3, 4)
+
+
+def test_every_model_has_a_name_of_its_own_and_three_are_quick() -> None:
+    assert sum(model.quick for model in models.MODELS.values()) == 3
+    with pytest.raises(KeyError, match="known: resnet18"):
+        models.get("resnet19")
+    assert len({way.name for way in peers(inductor=True)}) == len(peers(inductor=True))
+
+
+def test_published_ratios_are_ours_over_theirs() -> None:
+    point = published.Result("p", "n", 1, None, None, 10.0, 0.1, 9.9, 0.05, 3.0)
+    assert point.ratio == pytest.approx(0.5)
+    assert published.Result("p", "n", 1, *[None] * 7, their_max_batch=10, our_max_batch=20).ratio == 0.5
+
+
+def test_committed_results_name_no_host_and_all_predictions_are_exact() -> None:
+    rows = load_rows(RESULTS / "compare_cpu.json")
+    ours = [row for row in rows if row.kind == "fxmem" and row.peak_bytes is not None]
+    assert ours
+    assert all(row.peak_bytes == row.predicted_peak_bytes for row in ours)
+    assert all(row.gradients == "bitwise" and row.buffers == "equal" for row in ours)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
+def test_without_a_gpu_the_gpu_suite_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cuda_suite.main([]) == 0
+    assert "no CUDA device" in capsys.readouterr().out

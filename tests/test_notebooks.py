@@ -1,0 +1,35 @@
+"""Every notebook runs from its first cell to its last, in a fresh kernel, and carries the outputs of such a run."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
+MOST_SECONDS = 120
+
+
+def test_there_are_four_notebooks() -> None:
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_with_its_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
+    assert sum(bool(cell.outputs) for cell in cells) >= len(cells) - 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_within_two_minutes(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    start = time.process_time()
+    resources = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(notebook, timeout=MOST_SECONDS, resources=resources).execute()
+    assert time.process_time() - start < MOST_SECONDS
