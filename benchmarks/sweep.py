@@ -100,7 +100,7 @@ def _run_budgets(
             "share": "eager",
             "budget_bytes": eager_bytes,
             "predicted_bytes": eager_bytes,
-            "measured_bytes": _measured(lambda: model(*args, **kwargs), model, inputs, entry, real, region),
+            "measured_bytes": _measured(lambda: model(*args, **kwargs), model, model, inputs, entry, real, region),
             "overhead_ratio": 0.0,
         }
     ]
@@ -109,7 +109,13 @@ def _run_budgets(
         bounded = Settings(budget_bytes, optimizer, entry.loss, "auto", plan_seconds, None)
         emitted = emit_within_budget(profiled, inputs, bounded, points)
         measured_bytes = _measured(
-            lambda module=emitted.graph_module: captured.call(module, inputs.leaves), model, inputs, entry, real, region
+            lambda module=emitted.graph_module: captured.call(module, inputs.leaves),
+            emitted.graph_module,
+            model,
+            inputs,
+            entry,
+            real,
+            region,
         )
         records.append(
             {
@@ -125,10 +131,16 @@ def _run_budgets(
 
 
 def _measured(
-    forward: Any, model: torch.nn.Module, inputs: Inputs, entry: zoo.ZooModel, optimizer: Any, region: Autocast | None
+    forward: Any,
+    module: torch.nn.Module,
+    model: torch.nn.Module,
+    inputs: Inputs,
+    entry: zoo.ZooModel,
+    optimizer: Any,
+    region: Autocast | None,
 ) -> int:
     tracker = StorageTracker()
-    tracker.hold(tensors_of((model, optimizer, inputs.leaves)))
+    tracker.hold(tensors_of((module, model, optimizer, inputs.leaves)))  # an emitted module may hold constants
     with tracker:
         run_step(forward, entry.loss, optimizer, region)
     return tracker.peak_bytes

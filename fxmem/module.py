@@ -38,9 +38,10 @@ def optimize(
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     autocast: torch.dtype | None = None,
     planner: str = "auto",
+    inplace: bool = True,
+    policy: Sequence[Rule] = (),
     plan_seconds: float = 30.0,
     cost: str = "auto",
-    policy: Sequence[Rule] = (),
     cache: bool = True,
 ) -> OptimizedModule:
     """Return ``model`` as a module that trains inside a memory budget, with bitwise the same numbers.
@@ -52,7 +53,8 @@ def optimize(
     (instance, class, name or None) says what state and step to count. ``loss_fn(output)`` returns the scalar loss;
     default: ``output.loss``, else the sum of the floating outputs. ``autocast``: the dtype of the autocast region the
     training calls run in, where an example is given; a call inside a region is always planned for that region.
-    ``planner``: a name in ``fxmem.planners.PLANNERS``; it searches for at most about ``plan_seconds``. ``cost``: name of
+    ``planner``: a name in ``fxmem.planners.PLANNERS``; it searches for at most about ``plan_seconds``. ``inplace``:
+    whether ops that provably may write over their input do (:mod:`fxmem.inplace`). ``cost``: name of
     a hardware preset for the estimate of op times, ``"auto"`` for that of the model's device, or ``"measure"`` to time
     each op on it (some seconds). ``policy``: rules of what must be
     saved or recomputed, such as ``("layers.*.attn", "save")`` or ``("relu", "recompute")`` (:mod:`fxmem.policy`).
@@ -71,6 +73,7 @@ def optimize(
         budget_bytes=parse_budget(budget_gb, budget, model),
         optimizer=optimizer,
         loss_fn=loss_fn,
+        inplace=bool(inplace),
         planner=_known("planner", planner, PLANNERS),
         plan_seconds=_positive("plan_seconds", plan_seconds),
         hardware=preset_of(_known("cost", cost, COSTS)),

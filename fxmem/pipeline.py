@@ -6,7 +6,7 @@ In: a model, one call's inputs, :class:`Settings`. Out: a :class:`Compiled`: the
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -14,6 +14,7 @@ from torch import fx
 from fxmem.capture import Captured, Inputs, capture
 from fxmem.check import check_plan
 from fxmem.errors import InfeasibleBudgetError
+from fxmem.inplace import decide, in_place
 from fxmem.measure import with_measured_times
 from fxmem.planners import PLANNERS, cheapest_within, pareto, stored
 from fxmem.planners.gap import lower_bound
@@ -46,6 +47,8 @@ class Settings:
     policy: tuple[Rule, ...] = ()
     cache: bool = True
     """Whether frontiers and measured op times are kept on disk."""
+    inplace: bool = True
+    """Whether ops that may write over their input do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +91,20 @@ def compile_model(
         ),
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings),
+        inplace=profiled.inplace,
     )
-    return Compiled(chosen.graph_module, captured, chosen.point.plan, report)
+    return Compiled(chosen.graph_module, profiled.captured, chosen.point.plan, report)
 
 
 def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
     """Return the profile of ``captured`` at ``inputs``, with times of the model's device or the one asked for."""
     hardware = settings.hardware or _hardware_of(model)
     profiled = profile(captured, inputs, hardware.seconds, loss_fn=settings.loss_fn, optimizer=settings.optimizer)
+    decisions = decide(profiled) if settings.inplace else ()
+    if any(not decision.why_not for decision in decisions):
+        captured = in_place(captured, decisions)
+        profiled = profile(captured, inputs, hardware.seconds, loss_fn=settings.loss_fn, optimizer=settings.optimizer)
+    profiled = replace(profiled, inplace=decisions)
     return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
 
 

@@ -22,7 +22,7 @@ from fxmem.regions import op_of
 from fxmem.replay import NodeReplay, Replay, View
 from fxmem.step import LossFn, OptimizerLike
 from fxmem.track import StorageTracker
-from fxmem.types import GraphProfile, NodeProfile, Phase, Recipe, Storage, Tick
+from fxmem.types import GraphProfile, InplaceDecision, NodeProfile, Phase, Recipe, Storage, Tick
 
 aten = torch.ops.aten
 
@@ -54,6 +54,8 @@ class Profiled:
     """By managed storage: the node that writes it last."""
     devices: tuple[torch.device, ...]
     """Devices the graph's tensors lie on."""
+    inplace: tuple[InplaceDecision, ...] = ()
+    """What was decided of each op that has an in-place form."""
 
 
 def profile(

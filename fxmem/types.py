@@ -252,3 +252,13 @@ class Verification:
     @property
     def exact(self) -> bool:
         return self.planned_bytes == self.verified_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class InplaceDecision:
+    """Whether one op is done in place; ``why_not`` is empty if it is."""
+
+    node: str
+    nbytes: int
+    """Bytes it does not allocate, or would not."""
+    why_not: str

@@ -249,7 +249,7 @@ def _compare(
     verification = verify(emitted, profiled.captured, example, timeline, loss_fn=loss)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return profiled.captured.unflatten(emitted(*Inputs.of(args, kwargs).leaves))
+        return profiled.captured.call(emitted, Inputs.of(args, kwargs).leaves)
 
     step = run(forward, model, inputs, loss, region, seed, constants)
     found = differences(eager, step)

@@ -6,6 +6,8 @@ equal plans; the clock is the last resort.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from fxmem.planners import chen, ilp, intervals, mincut
 from fxmem.planners.bound import Relaxation
 from fxmem.planners.frontier import Clock, judge_all, pareto
@@ -26,9 +28,9 @@ MIN_GAP = 0.003
 """Of the step's time: a budget with less to gain is left alone."""
 MOST_EXACT_RECIPES = 32
 """Up to here the integer program is asked too."""
-NUM_EXACT = 8
-"""Budgets it is asked about, ..."""
-EXACT_BRANCHES = 50
+EXACT_WORK = 160
+"""Recipes times budgets it is asked about, ..."""
+EXACT_BRANCHES = 60
 """... how far it may branch for each, ..."""
 EXACT_SECONDS = 1.0
 """... and for how long, should that take longer than ever seen."""
@@ -70,18 +72,24 @@ def _repaired(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: C
 
 
 def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> tuple[FrontierPoint, ...]:
-    """Return the points and what the integer program finds at some of their peaks, lowest first, improved by search once more."""
+    """Return the points and what the integer program finds where most may be missing, improved by search once more.
+
+    It is asked about the largest budgets for which a point is the best known: just below the next point's peak.
+    """
+    relaxation = Relaxation(tables_of(profile))
+    steps = []
+    for higher, point in pairwise(points):
+        for budget_bytes in {higher.peak_bytes - 1, point.peak_bytes}:
+            cost = point.recompute_seconds
+            bound = relaxation.bound(budget_bytes, upper_seconds=cost, num_steps=10, clock=clock)
+            steps.append((bound.seconds - cost, budget_bytes, cost))
     plans = []
-    for point in points[:: -max(1, -(-len(points) // NUM_EXACT))]:
-        limits = ilp.best_limits(
-            profile,
-            point.peak_bytes,
-            seconds=min(EXACT_SECONDS, clock.left_seconds),
-            num_branches=EXACT_BRANCHES,
-            upper_seconds=point.recompute_seconds,
-        )
-        plans += [] if limits is None else [limits]
-        if clock.over:
-            break
+    for gap, budget_bytes, cost in sorted(steps)[: EXACT_WORK // len(profile.recipes)]:
+        if gap < 0.0 and not clock.over:
+            limit = min(EXACT_SECONDS, clock.left_seconds)
+            limits = ilp.best_limits(
+                profile, budget_bytes, seconds=limit, num_branches=EXACT_BRANCHES, upper_seconds=cost
+            )
+            plans += [] if limits is None else [limits]
     better = pareto((*points, *judge_all(profile, "ilp", plans, clock)))
     return improve(profile, better, num_trials=MOST_TRIALS // 2, clock=clock)

@@ -14,7 +14,7 @@ from fxmem.report.graph import GraphNode, draw_graph, graph_nodes
 from fxmem.report.html import report_html, timeline_svg
 from fxmem.report.plots import plot_memory
 from fxmem.simulate import keep_all, simulate
-from fxmem.types import FrontierPoint, GraphProfile, StaticBytes, Timeline, Verification
+from fxmem.types import FrontierPoint, GraphProfile, InplaceDecision, StaticBytes, Timeline, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class Report:
     rows: tuple[Row, ...]
     """Every storage autograd saves, in order of creation."""
     notes: tuple[str, ...]
+    inplace: tuple[InplaceDecision, ...]
+    """What was decided of each op that has an in-place form."""
     timeline: Timeline = field(repr=False)
     """Live bytes over the step under the plan."""
     eager_timeline: Timeline = field(repr=False)
@@ -109,6 +111,7 @@ def build_report(
     bound_seconds: float,
     plan_seconds: float,
     notes: tuple[str, ...],
+    inplace: tuple[InplaceDecision, ...],
 ) -> Report:
     """Return the report of ``point``; no plan within the budget recomputes for less than ``bound_seconds``."""
     dropped = set(point.plan.dropped)
@@ -136,7 +139,8 @@ def build_report(
         static=profile.static,
         peak_at=place_of_tick(profile, peak_step),
         rows=rows,
-        notes=notes,
+        notes=(*notes, *_inplace_note(inplace)),
+        inplace=inplace,
         timeline=simulate(profile, point.plan, with_steps=True),
         eager_timeline=simulate(profile, keep_all(profile), with_steps=True),
         graph=graph_nodes(profile, point.plan),
@@ -150,6 +154,14 @@ def place_of_tick(profile: GraphProfile, tick: int) -> str:
         return f"the {at.phase.value}"
     node = profile.nodes[at.node]
     return f"the {at.phase.value} of {node.name}, {node.source}"
+
+
+def _inplace_note(decisions: tuple[InplaceDecision, ...]) -> tuple[str, ...]:
+    done = [decision for decision in decisions if not decision.why_not]
+    if not done:
+        return ()
+    largest = max(decision.nbytes for decision in done)
+    return (f"{len(done)} ops write over their input; the largest so spares {largest / 1e6:.3f} MB while it runs",)
 
 
 def _summary(report: Report) -> list[tuple[str, str]]:
