@@ -84,7 +84,7 @@ def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Cloc
             bound = relaxation.bound(budget_bytes, upper_seconds=cost, num_steps=10, clock=clock)
             steps.append((bound.seconds - cost, budget_bytes, cost))
     plans = []
-    for gap, budget_bytes, cost in sorted(steps)[: EXACT_WORK // len(profile.recipes)]:
+    for gap, budget_bytes, cost in sorted(steps)[: EXACT_WORK // max(1, len(profile.recipes))]:
         if gap < 0.0 and not clock.over:
             limit = min(EXACT_SECONDS, clock.left_seconds)
             limits = ilp.best_limits(
