@@ -30,7 +30,40 @@ def sweep() -> str:
     )
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"sweep": sweep}
+def compare() -> str:
+    """Return a table of each eager peer beside fxmem at the peer's own measured peak."""
+    results = json.loads((RESULTS / "compare_cpu.json").read_text())
+    rows = {(row["model"], row["way"]): row for row in results["rows"] if row.get("peak_bytes")}
+    lines, ratios = [], []
+    for (model, way), peer in rows.items():
+        ours = rows.get((model, f"fxmem at {way}"))
+        if ours is None or peer["kind"] not in ("checkpoint", "sequential", "selective"):
+            continue
+        theirs, mine = peer["time_ratio"] - 1, ours["time_ratio"] - 1
+        ratios.append(mine / theirs)
+        right = "yes" if peer["buffers"] == "equal" else "**no**"
+        lines.append(
+            f"| {model} | {way} | {peer['eager_peak_bytes'] / 1e6:.1f} | {peer['peak_bytes'] / 1e6:.1f} | "
+            f"{ours['peak_bytes'] / 1e6:.1f} | {theirs:+.0%} | {mine:+.0%} | {right} |"
+        )
+    lost = sum(ratio > 1 for ratio in ratios)
+    return "\n".join(
+        (
+            "Beside what PyTorch offers today, each at its own measured peak (`make bench`; CPU "
+            f"{results['machine']['cpu']}, {results['machine']['date']}, a machine that was busy: differences of a few "
+            "points of time are noise):",
+            "",
+            "| model | peer | eager MB | peer MB | fxmem MB | peer's time | fxmem's time | peer's buffers right |",
+            "|---|---|---|---|---|---|---|---|",
+            *lines,
+            "",
+            f"In {len(ratios) - lost} of these {len(ratios)} fxmem costs less time, in {lost} more. All gradients and "
+            "buffers of fxmem are bitwise eager's.",
+        )
+    )
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"sweep": sweep, "compare": compare}
 
 
 def filled(text: str) -> str:

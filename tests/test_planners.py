@@ -82,7 +82,7 @@ def test_equal_profiles_get_equal_plans(planner: str) -> None:
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_auto_is_at_least_as_good_as_every_other_planner(graph: str) -> None:
     auto = PLANNERS["auto"](GRAPHS[graph], seconds=60.0)
-    for planner in PLANNERS:
+    for planner in PLANNERS.keys() - {"auto"}:
         for point in PLANNERS[planner](GRAPHS[graph], seconds=60.0):
             assert best_seconds(auto, point.peak_bytes) <= point.recompute_seconds
 
