@@ -260,14 +260,15 @@ def _signature(
 
     Without ``with_sizes``: what a graph with symbolic dimensions depends on.
     """
-    state = tuple((id(t), t.requires_grad, t.dtype, t.device, t.shape) for t in (*model.parameters(), *model.buffers()))
-    return (
-        inputs.spec,
-        tuple(_leaf_signature(leaf, with_sizes) for leaf in inputs.leaves),
-        state,
-        tuple(v for module in model.modules() for v in module.__dict__.values() if type(v) in _CONSTANTS),
-        autocast,
-    )
+    state: list[Any] = []
+    constants: list[Any] = []
+    for module in model.modules():
+        for t in (*module._parameters.values(), *module._buffers.values()):
+            if t is not None:
+                state += (id(t), t.requires_grad, t.dtype, t.device, t.shape)
+        constants += [v for v in module.__dict__.values() if type(v) in _CONSTANTS]
+    leaves = tuple(_leaf_signature(leaf, with_sizes) for leaf in inputs.leaves)
+    return (inputs.spec, leaves, tuple(state), tuple(constants), autocast)
 
 
 _CONSTANTS = frozenset({bool, int, float, str})
