@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -155,7 +155,8 @@ def estimate(
 
     with on_fakes():
         captured = capture(model, inputs, region)
-        graph_profile = profile_model(model, captured, inputs, settings).profile
+        graph_profile = profile_model(model, captured, inputs, replace(settings, inplace=False)).profile
+        planned_profile = profile_model(model, captured, inputs, settings).profile
         peak_bytes = eager_peak_bytes(model, captured, inputs, loss_fn, optimizer)
     plan = keep_all(graph_profile)
     timeline = simulate(graph_profile, plan, with_steps=True)
@@ -181,7 +182,7 @@ def estimate(
         peak_at=place_of(graph_profile, timeline.peak_step),
         breakdown=breakdown_of(graph_profile, timeline.peak_step, peak_bytes),
         timeline=timeline,
-        floor_bytes=frontier_of(graph_profile, settings)[-1].peak_bytes,
+        floor_bytes=frontier_of(planned_profile, settings)[-1].peak_bytes,
         _peak_at_batch=peak_at_batch,
     )
 
