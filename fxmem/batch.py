@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from fxmem.capture import Captured, Dims, Inputs
+from fxmem.capture import Dims, Inputs
 from fxmem.errors import InputError
 from fxmem.fake import FakeWorld
 
@@ -49,11 +49,6 @@ def resized(inputs: Inputs, dims: Dims, size: int) -> Inputs:
                 shape = [size if (i, d) in dims else n for d, n in enumerate(leaf.shape)]
                 leaves[i] = torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
     return Inputs(tuple(leaves), inputs.spec)
-
-
-def accepts(captured: Captured, dims: Dims) -> bool:
-    """True if ``captured`` serves other sizes of ``dims``."""
-    return dims <= captured.dynamic
 
 
 def largest_batch(fits: Callable[[int], bool], fits_at: int = 0, limit: int = 1 << 24) -> int:

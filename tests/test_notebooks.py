@@ -1,6 +1,5 @@
 """Every notebook runs from its first cell to its last, in a fresh kernel, and carries the outputs of such a run."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,7 @@ def test_a_notebook_is_committed_with_its_outputs(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_within_two_minutes(path: Path) -> None:
+def test_a_notebook_runs_and_no_cell_takes_two_minutes(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    start = time.process_time()
     resources = {"metadata": {"path": str(path.parent)}}
     nbclient.NotebookClient(notebook, timeout=MOST_SECONDS, resources=resources).execute()
-    assert time.process_time() - start < MOST_SECONDS
