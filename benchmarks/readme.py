@@ -63,7 +63,7 @@ def compare() -> str:
             *lines,
             "",
             f"In {len(ratios) - lost} of these {len(ratios)} fxmem costs less time, in {lost} more. Of the {len(ours_all)} "
-            f"measured rows of fxmem {exact} have gradients and buffers bitwise eager's and the predicted peak to the byte.",
+            f"measured rows of fxmem {exact} have bitwise eager's gradients and buffers and the predicted peak, exactly.",
         )
     )
 

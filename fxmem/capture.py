@@ -65,6 +65,8 @@ class Captured:
     """Dimensions of input leaves that may have another size."""
     parameters: tuple[torch.Tensor, ...] = ()
     """The model's parameters in its own order, in which an optimizer steps them."""
+    autocast_device: str | None = None
+    """Device type of the autocast regions inside the model, if there are any."""
 
     def call(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> Any:
         """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it."""
@@ -77,13 +79,18 @@ class Captured:
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return the context of a whole forward: with autocast regions inside, one cast of a weight serves them all."""
-        targets = (node.target for node in self.graph_module.graph.nodes)
-        regions = (t.region.autocast for t in targets if isinstance(t, Scoped))
-        device_type = next((autocast[0] for autocast in regions if autocast is not None), None)
+        device_type = self.autocast_device
         if device_type is None:
             return nullcontext()
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         return torch.autocast(device_type, dtype, enabled)
+
+
+def _autocast_device(graph_module: fx.GraphModule) -> str | None:
+    """Return the device type of the autocast regions inside ``graph_module``, if there are any."""
+    targets = (node.target for node in graph_module.graph.nodes)
+    regions = (t.region.autocast for t in targets if isinstance(t, Scoped))
+    return next((autocast[0] for autocast in regions if autocast is not None), None)
 
 
 def capture(
@@ -109,7 +116,8 @@ def capture(
         ) from error
     assert module._out_spec is not None
     graph_module = _with_unused_state(_flat(module, model, opaques), model)
-    captured = Captured(graph_module, module._out_spec, autocast, dynamic, tuple(model.parameters()))
+    parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
+    captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device)
     _check_dynamic(model, captured)
     _check(model, captured, inputs)
     return captured
