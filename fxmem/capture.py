@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx.graph_module import _assign_attr
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -69,8 +70,12 @@ class Captured:
     """Device type of the autocast regions inside the model, if there are any."""
 
     def call(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> Any:
-        """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it."""
-        with self.scope():
+        """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it.
+
+        After an in-place write, autograd differentiates the views of the written tensor anew: by ``as_strided``, or, as it
+        always does on fakes, by the views' own ops. Asking for the latter makes the same tensors as were profiled.
+        """
+        with self.scope(), _force_original_view_tracking(True):
             return self.unflatten(graph_module(*leaves))
 
     def unflatten(self, leaves: Any) -> Any:
