@@ -21,7 +21,7 @@ import torch
 
 from fxmem import cache as disk
 from fxmem.profile import Profiled
-from fxmem.replay import NodeReplay, View
+from fxmem.replay import Autocast, NodeReplay, View, rerunning
 from fxmem.types import NodeProfile
 
 KIND = "times"
@@ -64,11 +64,12 @@ def _measure_all(profiled: Profiled, device: torch.device, *, cache: bool) -> di
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda), torch.enable_grad():
         for replay in profiled.replays:
-            for node in replay.nodes if replay is not None else ():
-                context = replay.autocast.enter(cache_enabled=False) if replay and replay.autocast else None
-                name = f"{replay.autocast if replay else None} {_name(node)}"
+            if replay is None:
+                continue
+            for node in replay.nodes:
+                name = f"{replay.autocast} {_name(node)}"
                 if name not in known and time.monotonic() < end:
-                    seconds = _measure(node, device, context)
+                    seconds = _measure(node, device, replay.autocast)
                     if seconds is not None:
                         known[name] = seconds
                 if name in known:
@@ -97,17 +98,15 @@ def _name(node: NodeReplay) -> str:
     return f"{node.target} {constants} {views}"
 
 
-def _measure(node: NodeReplay, device: torch.device, context: torch.autocast | None) -> float | None:
+def _measure(node: NodeReplay, device: torch.device, autocast: Autocast | None) -> float | None:
     """Return the median time of ``node``; None if it does not run on made-up values or has no room."""
     needed_bytes = 3 * sum(_num_elements(view) * view.dtype.itemsize for _, view in node.refs)
     if needed_bytes > MOST_SHARE * _free_bytes(device):
         return None
     try:
         bases = {view.storage: _made_up(view, device) for _, view in node.refs}
-        if context is None:
-            return _median_seconds(lambda: node.run(dict(bases), capture=False), device)
-        with context:
-            return _median_seconds(lambda: node.run(dict(bases), capture=False), device)
+        with rerunning(autocast, (device,)) as saved:
+            return _median_seconds(lambda: node.run(dict(bases), saved), device)
     except Exception:  # whatever an op may say of made-up values: its roofline time stands
         return None
 

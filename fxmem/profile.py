@@ -19,7 +19,7 @@ from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld
 from fxmem.observe import Event, NodeObservation, Observation, observe
 from fxmem.regions import op_of
-from fxmem.replay import NodeReplay, Replay, View
+from fxmem.replay import NodeReplay, Replay, View, rerunning
 from fxmem.step import LossFn, OptimizerLike
 from fxmem.track import StorageTracker
 from fxmem.types import GraphProfile, InplaceDecision, NodeProfile, Phase, Recipe, Storage, Tick
@@ -84,6 +84,7 @@ class _Builder:
         self.managed = _managed(seen)
         self.index = {serial: i for i, serial in enumerate(self.managed)}
         self.static_index = {serial: ~j for j, serial in enumerate(seen.statics)}
+        self.devices = tuple(sorted(set(seen.devices.values()), key=str))
         self.creator = {s: node.index for node in seen.nodes for s in node.creates}
         self.writers: dict[int, list[int]] = {s: [self.creator[s]] for s in self.managed}
         for node in seen.nodes:
@@ -142,7 +143,7 @@ class _Builder:
             internals=tuple(self._internals(n) for n in self.seen.nodes),
             static_names=tuple(self.seen.statics.values()),
             last_writer=tuple(self.writers[serial][-1] for serial in self.managed),
-            devices=tuple(sorted(set(self.seen.devices.values()), key=str)),
+            devices=self.devices,
         )
 
     # -- naming ---------------------------------------------------------------------------------------------------------
@@ -307,8 +308,9 @@ class _Builder:
         tracker.hold(bases.values())
         start_bytes = tracker.live_bytes
         states = {node.index: () for node in replay.nodes}
-        with tracker:
-            replay.run(bases, states, capture=capture)  # type: ignore[arg-type]
+        with rerunning(replay.autocast, self.devices) as saved, tracker:
+            saved.capture = capture
+            replay.run(bases, states, saved)  # type: ignore[arg-type]
         return tracker.peak_bytes - start_bytes
 
     def _fake_base(self, place: int, node: int, argument: int) -> torch.Tensor:

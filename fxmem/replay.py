@@ -15,14 +15,15 @@ NOTE [Same bits on a re-run]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only, tree_unflatten
 
 from fxmem.errors import PlanMismatchError
 
@@ -66,9 +67,9 @@ class View:
 
     def same_layout(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor`` has this dtype, size, offset and, where a dimension is longer than 1, stride."""
-        if tensor.dtype != self.dtype or tuple(tensor.size()) != self.size or tensor.storage_offset() != self.offset:
+        if tensor.dtype != self.dtype or tensor.size() != self.size or tensor.storage_offset() != self.offset:
             return False
-        stride = tuple(tensor.stride())
+        stride = tensor.stride()
         return stride == self.stride or all(
             n <= 1 or a == b for n, a, b in zip(self.size, stride, self.stride, strict=True)
         )
@@ -113,39 +114,59 @@ class NodeReplay:
     """Storages of its fresh internals, in the order in which autograd saves them first; -1 for one that an earlier node
     made (a cast weight in autocast's cache) and a re-run makes anew."""
     random: bool
+    call: Callable[[list[torch.Tensor]], Any] = field(init=False, repr=False, compare=False)
+    """Calls the target on the tensors of ``refs``."""
 
-    def run(self, bases: dict[int, torch.Tensor], *, capture: bool) -> None:
-        """Run the node on ``bases`` and put the bases of what it makes there."""
-        leaves = list(self.leaves)
-        known = set()
-        for place, view in self.refs:
-            leaves[place] = argument = _argument(view, bases[view.storage], view.storage in self.writes)
-            known.add(argument.untyped_storage()._cdata)
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        fresh: dict[int, torch.Tensor] = {}
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "call", _caller(self.target, self.leaves, self.refs, self.spec))
 
-        def pack(tensor: torch.Tensor) -> None:
-            key = tensor.untyped_storage()._cdata
-            if capture and key not in known:
-                fresh.setdefault(key, tensor.detach())
-
-        with saved_tensors_hooks(pack, _never):
-            output = self.target(*args, **kwargs)
-        output_leaves = [output] if isinstance(output, torch.Tensor) else tree_flatten(output)[0]
-        for leaf in output_leaves:
-            if isinstance(leaf, torch.Tensor):
-                fresh.pop(leaf.untyped_storage()._cdata, None)
+    def run(self, bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
+        """Run the node on ``bases`` and put the bases of what it makes there; internals only if ``saved`` captures."""
+        arguments = [_argument(view, bases[view.storage], self.writes) for _, view in self.refs]
+        fresh = saved.begin(arguments) if saved.capture else {}
+        output = self.call(arguments)
+        leaves = leaves_of(output)
         for place, view in self.outputs:
-            if not view.same_layout(output_leaves[place]):
-                raise PlanMismatchError(_layout_message(self.name, view, output_leaves[place]))
-            bases[view.storage] = output_leaves[place].detach()
-        if capture and self.internals:
-            if len(fresh) != len(self.internals):
-                raise PlanMismatchError(
-                    f"{self.name} was planned with {len(self.internals)} internal saved tensors, "
-                    f"its re-run made {len(fresh)}: the model or its device changed after planning"
-                )
-            bases.update((s, t) for s, t in zip(self.internals, fresh.values(), strict=True) if s >= 0)
+            leaf = leaves[place]
+            check_layout(self.name, view, leaf)
+            bases[view.storage] = leaf.detach()
+        if saved.capture:
+            for leaf in leaves:
+                if isinstance(leaf, torch.Tensor):
+                    fresh.pop(leaf.untyped_storage()._cdata, None)
+            self._keep_internals(bases, fresh)
+
+    def _keep_internals(self, bases: dict[int, torch.Tensor], fresh: dict[int, torch.Tensor]) -> None:
+        if self.internals and len(fresh) != len(self.internals):
+            raise PlanMismatchError(
+                f"{self.name} was planned with {len(self.internals)} internal saved tensors, "
+                f"its re-run made {len(fresh)}: the model or its device changed after planning"
+            )
+        bases.update((s, t) for s, t in zip(self.internals, fresh.values(), strict=False) if s >= 0)
+        fresh.clear()
+
+
+class SavedInRerun:
+    """What autograd would save during a re-run: discarded, or with ``capture`` collected where it is fresh memory."""
+
+    __slots__ = ("_fresh", "_known", "capture")
+
+    def __init__(self, *, capture: bool = False) -> None:
+        self.capture = capture
+        self._known: set[int] = set()
+        self._fresh: dict[int, torch.Tensor] = {}
+
+    def begin(self, arguments: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return where saved tensors are collected from now on, by storage, save those that lie on ``arguments``."""
+        self._known = {argument.untyped_storage()._cdata for argument in arguments}
+        self._fresh = {}
+        return self._fresh
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        if self.capture:
+            key = tensor.untyped_storage()._cdata
+            if key not in self._known:
+                self._fresh.setdefault(key, tensor.detach())
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,31 +177,83 @@ class Replay:
     products: tuple[int, ...]
     autocast: Autocast | None
 
-    def run(
-        self, bases: dict[int, torch.Tensor], random_states: dict[int, RandomStates], *, capture: bool
-    ) -> dict[int, torch.Tensor]:
-        """Return a base for each product (internals only with ``capture``). ``bases``: inputs and static tensors."""
-        context = self.autocast.enter(cache_enabled=False) if self.autocast else _no_autocast(bases)
-        with torch.enable_grad(), context:
-            for node in self.nodes:
-                if node.random:
-                    with replayed(random_states[node.index]):
-                        node.run(bases, capture=capture)
-                else:
-                    node.run(bases, capture=capture)
-        return {s: bases[s] for s in self.products if s in bases}
+    def run(self, bases: dict[int, torch.Tensor], random_states: dict[int, RandomStates], saved: SavedInRerun) -> None:
+        """Put a base for each product into ``bases``, which hold the inputs and static tensors.
+
+        Internals only if ``saved`` captures. To be called inside :func:`rerunning`.
+        """
+        for node in self.nodes:
+            if node.random:
+                with replayed(random_states[node.index]):
+                    node.run(bases, saved)
+            else:
+                node.run(bases, saved)
 
 
-def _no_autocast(bases: dict[int, torch.Tensor]) -> Any:
-    """A backward may run inside the user's autocast region; a graph planned without autocast re-runs without."""
-    device_type = next((base.device.type for base in bases.values()), "cpu")
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+@contextmanager
+def rerunning(autocast: Autocast | None, devices: Sequence[torch.device]) -> Iterator[SavedInRerun]:
+    """Give the body the state that recipes run again in: grad mode, autocast as in the forward, nothing saved.
+
+    A backward may run inside the user's autocast region; a graph planned without autocast re-runs without.
+    """
+    saved = SavedInRerun()
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(saved.pack, _never))
+        if autocast is not None:
+            stack.enter_context(autocast.enter(cache_enabled=False))
+        else:
+            for device_type in {device.type for device in devices}:
+                if torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield saved
 
 
 def _never(_: object) -> torch.Tensor:
     raise AssertionError("a re-run's saved tensors are never asked for")
+
+
+def _caller(
+    target: Callable[..., Any], leaves: tuple[Any, ...], refs: tuple[tuple[int, View], ...], spec: TreeSpec
+) -> Callable[[list[torch.Tensor]], Any]:
+    """Return a function that calls ``target`` with the tensors it is given at the places of ``refs``."""
+    numbered = list(leaves)
+    for number, (place, _) in enumerate(refs):
+        numbered[place] = _Ref(number)
+    args, kwargs = tree_unflatten(numbered, spec)
+    arg_builders = [(i, _builder(arg)) for i, arg in enumerate(args) if _has_ref(arg)]
+    kwarg_builders = [(name, _builder(arg)) for name, arg in kwargs.items() if _has_ref(arg)]
+
+    def call(tensors: list[torch.Tensor]) -> Any:
+        actual_args, actual_kwargs = list(args), dict(kwargs)
+        for i, build in arg_builders:
+            actual_args[i] = build(tensors)
+        for name, build in kwarg_builders:
+            actual_kwargs[name] = build(tensors)
+        return target(*actual_args, **actual_kwargs)
+
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    """Stands for the tensor of this number."""
+
+    number: int
+
+
+def _has_ref(tree: Any) -> bool:
+    return any(isinstance(leaf, _Ref) for leaf in leaves_of(tree))
+
+
+def _builder(tree: Any) -> Callable[[list[torch.Tensor]], Any]:
+    """Return a function that fills in ``tree``'s refs."""
+    if isinstance(tree, _Ref):
+        return itemgetter(tree.number)
+    if type(tree) is list and all(isinstance(part, _Ref) for part in tree):
+        numbers = [part.number for part in tree]
+        return lambda tensors: [tensors[number] for number in numbers]
+    return lambda tensors: tree_map_only(_Ref, lambda ref: tensors[ref.number], tree)
 
 
 class _NonLeaf(torch.autograd.Function):
@@ -195,12 +268,12 @@ class _NonLeaf(torch.autograd.Function):
         raise AssertionError("a re-run has no backward")
 
 
-def _argument(view: View, base: torch.Tensor, written: bool) -> torch.Tensor:
+def _argument(view: View, base: torch.Tensor, writes: frozenset[int]) -> torch.Tensor:
     tensor = view.on(base)
     if not view.requires_grad:
         return tensor
     tensor.requires_grad_()
-    return _NonLeaf.apply(tensor) if written else tensor  # type: ignore[no-untyped-call]
+    return _NonLeaf.apply(tensor) if view.storage in writes else tensor  # type: ignore[no-untyped-call]
 
 
 def _layout_message(name: str, view: View, tensor: torch.Tensor) -> str:
@@ -214,6 +287,27 @@ def check_layout(name: str, view: View, tensor: torch.Tensor) -> None:
     """Raise ``PlanMismatchError`` if ``tensor`` does not lie as planned."""
     if not view.same_layout(tensor):
         raise PlanMismatchError(_layout_message(name, view, tensor))
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of ``tree`` as pytree does, quickly where it is made of lists and tuples."""
+    leaves: list[Any] = []
+    _append_leaves(tree, leaves)
+    return leaves
+
+
+def _append_leaves(tree: Any, leaves: list[Any]) -> None:
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        for part in tree:
+            _append_leaves(part, leaves)
+    elif kind in _LEAVES:
+        leaves.append(tree)
+    else:
+        leaves += tree_leaves(tree)
+
+
+_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 def stash_random_states(devices: Sequence[torch.device]) -> RandomStates:

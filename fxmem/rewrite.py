@@ -181,6 +181,7 @@ def _table(profiled: Profiled, plan: Plan, live: _Live, tapes: dict[int, NodeTap
         dropped=live.dropped,
         internal=frozenset(s.index for s in profile.storages if s.internal),
         devices=profiled.devices,
+        autocast=profiled.captured.autocast,
         names=tuple(s.name for s in profile.storages),
     )
 

@@ -27,10 +27,19 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from fxmem.errors import PlanMismatchError, SavedTensorModifiedError
-from fxmem.replay import RandomStates, Replay, View, check_layout, stash_random_states
+from fxmem.replay import (
+    Autocast,
+    RandomStates,
+    Replay,
+    SavedInRerun,
+    View,
+    check_layout,
+    leaves_of,
+    rerunning,
+    stash_random_states,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,8 @@ class TapeTable:
     internal: frozenset[int]
     """Managed storages that are internals."""
     devices: tuple[torch.device, ...]
+    autocast: Autocast | None
+    """The state recipes run again in."""
     names: tuple[str, ...]
 
 
@@ -125,8 +136,7 @@ def unpack(handle: Handle) -> torch.Tensor:
     if slot.tensor is None:
         assert slot.tape is not None
         slot.tape.refill(slot)
-    with torch.no_grad():
-        return handle.view.on(slot.get())
+    return handle.view.on(slot.get())
 
 
 class Tape:
@@ -152,11 +162,11 @@ class Tape:
             output = self._run_hooked(node, target, args, kwargs)
         else:
             output = target(*args, **kwargs)
-        leaves = _leaves(output)
+        leaves = leaves_of(output)
         for place, view in node.outputs:
             check_layout(node.name, view, leaves[place])
         for from_outputs, place, storage in node.holds:
-            source = leaves if from_outputs else tree_leaves((args, kwargs))
+            source = leaves if from_outputs else leaves_of((args, kwargs))
             self._slot(storage).fill(source[place])
         self._connect(node)
         return output
@@ -164,7 +174,7 @@ class Tape:
     def _run_hooked(
         self, node: NodeTape, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        argument_leaves = tree_leaves((args, kwargs))
+        argument_leaves = leaves_of((args, kwargs))
         known = {leaf.untyped_storage()._cdata: -1 for leaf in argument_leaves if isinstance(leaf, torch.Tensor)}
         for place, storage in node.arguments:
             known[argument_leaves[place].untyped_storage()._cdata] = storage
@@ -182,7 +192,7 @@ class Tape:
 
         with saved_tensors_hooks(pack, unpack):
             output = target(*args, **kwargs)
-        self._settle(node, fresh, _leaves(output))
+        self._settle(node, fresh, leaves_of(output))
         fresh.clear()  # autograd keeps the pack hook, and with it this list, as long as any tensor saved here
         return output
 
@@ -241,8 +251,9 @@ class Tape:
         assert position is not None
         positions, readers = self._needed(target)
         on_the_way: dict[int, torch.Tensor] = {}
-        for p in positions:
-            self._run_recipe(p, target, position, readers, on_the_way)
+        with rerunning(self.table.autocast, self.table.devices) as saved:
+            for p in positions:
+                self._run_recipe(p, target, position, readers, on_the_way, saved)
 
     def _needed(self, target: Slot) -> tuple[list[int], dict[int, int]]:
         """Return the recipes to run, in order, and for each storage they refill, how many of them read it.
@@ -265,7 +276,13 @@ class Tape:
         return positions, readers
 
     def _run_recipe(
-        self, p: int, target: Slot, position: int, readers: dict[int, int], on_the_way: dict[int, torch.Tensor]
+        self,
+        p: int,
+        target: Slot,
+        position: int,
+        readers: dict[int, int],
+        on_the_way: dict[int, torch.Tensor],
+        saved: SavedInRerun,
     ) -> None:
         table = self.table
         replay = table.replays[p]
@@ -275,13 +292,14 @@ class Tape:
             slot = self._empty_slot(storage)
             if slot is not None and (slot is target or position <= table.limits[storage]):
                 refilled.append(slot)
-        capture = any(slot.storage in table.internal for slot in refilled)
-        products = replay.run(self._bases(p, on_the_way), self.random_states, capture=capture)
+        saved.capture = any(slot.storage in table.internal for slot in refilled)
+        bases = self._bases(p, on_the_way)
+        replay.run(bases, self.random_states, saved)
         for storage in replay.products:
             if readers.get(storage, 0) > 0:
-                on_the_way[storage] = products[storage]
+                on_the_way[storage] = bases[storage]
         for slot in refilled:
-            slot.fill(products[slot.storage])
+            slot.fill(bases[slot.storage])
         for storage in table.recipe_inputs[p]:
             if storage in readers:
                 readers[storage] -= 1
@@ -353,7 +371,3 @@ class TapedCall:
 def close_tape(tape: Tape) -> None:
     """End the forward of ``tape``."""
     tape.close()
-
-
-def _leaves(output: Any) -> list[Any]:
-    return [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
