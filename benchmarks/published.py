@@ -31,6 +31,7 @@ from benchmarks.results_file import RESULTS, machine
 from fxmem.capture import Inputs, capture
 from fxmem.pipeline import Settings, frontier_of, profile_model
 from fxmem.planners import cheapest_within
+from fxmem.step import TrainingStep
 from fxmem.timing import PRESETS
 from fxmem.types import FrontierPoint, GraphProfile
 
@@ -175,8 +176,7 @@ def planned(network: Network, batch: int) -> Planned:
         inputs = Inputs.of((torch.empty(batch, 3, *network.image),), {})
     settings = Settings(
         budget_bytes=None,
-        optimizer=None,
-        loss_fn=cross_entropy,
+        step=TrainingStep(cross_entropy),
         planner="auto",
         plan_seconds=network.plan_seconds,
         hardware=PRESETS[network.card],

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from fxmem.capture import Captured, Inputs, capture
 from fxmem.pipeline import Settings, emit_within_budget, frontier_of, profile_model
 from fxmem.replay import Autocast
-from fxmem.step import run_step
+from fxmem.step import TrainingStep, run_step
 from fxmem.track import StorageTracker, tensors_of
 from fxmem.verify import eager_peak_bytes
 from tests import zoo
@@ -87,10 +87,11 @@ def _run_budgets(
     optimizer: str,
     plan_seconds: float,
 ) -> list[dict[str, Any]]:
-    settings = Settings(None, optimizer, entry.loss, "auto", plan_seconds, None)
+    step = TrainingStep(entry.loss, optimizer)
+    settings = Settings(None, step, "auto", plan_seconds, None)
     profiled = profile_model(model, captured, inputs, settings)
     points = frontier_of(profiled.profile, settings)
-    eager_bytes = eager_peak_bytes(model, captured, inputs, entry.loss, optimizer)
+    eager_bytes = eager_peak_bytes(model, captured, inputs, step)
     floor_bytes = points[-1].peak_bytes
     real = OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)
     args, kwargs = inputs.call()
@@ -106,7 +107,7 @@ def _run_budgets(
     ]
     for share in SHARES:
         budget_bytes = floor_bytes + int(share * (eager_bytes - floor_bytes))
-        bounded = Settings(budget_bytes, optimizer, entry.loss, "auto", plan_seconds, None)
+        bounded = Settings(budget_bytes, step, "auto", plan_seconds, None)
         emitted = emit_within_budget(profiled, inputs, bounded, points)
         measured_bytes = _measured(
             lambda module=emitted.graph_module: captured.call(module, inputs.leaves),

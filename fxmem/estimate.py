@@ -22,7 +22,7 @@ from fxmem.fake import FakeWorld
 from fxmem.pipeline import Settings, frontier_of, profile_model
 from fxmem.replay import Autocast
 from fxmem.simulate import keep_all, simulate
-from fxmem.step import LossFn, OptimizerLike, check_optimizer
+from fxmem.step import LossFn, OptimizerLike, TrainingStep, check_step
 from fxmem.types import GraphProfile, Phase, Timeline
 from fxmem.verify import eager_peak_bytes
 
@@ -112,6 +112,8 @@ def estimate(
     optimizer: OptimizerLike = "adamw",
     loss_fn: LossFn | None = None,
     autocast: torch.dtype | None = None,
+    accumulate: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
     device: torch.device | str | None = None,
     planner: str = "auto",
     plan_seconds: float = 10.0,
@@ -121,10 +123,11 @@ def estimate(
     ``model`` may lie on the meta device (it is then taken to be on ``device``, CPU by default, which must be a device
     this build of torch knows) or be made under a ``FakeTensorMode``; it must be in training mode. The other arguments
     are those of :func:`fxmem.optimize`. Gradients are taken to be absent at the start of the step
-    (``zero_grad(set_to_none=True)``) and the optimizer's state to be there. Errors: ``InputError``, ``CaptureError``,
-    ``ProfileError``.
+    (``zero_grad(set_to_none=True)``), or with ``accumulate`` to be there, as left by an earlier micro-batch; the
+    optimizer's and the scaler's state is there. Sparse gradients count by as many entries as the batch has, as before
+    coalescing. Errors: ``InputError``, ``CaptureError``, ``ProfileError``.
     """
-    check_optimizer(optimizer)
+    step = check_step(TrainingStep(loss_fn, optimizer, bool(accumulate), scaler))
     if not model.training:
         raise InputError("the model is in eval mode; call model.train() first: an estimate is of a training step")
     args = tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
@@ -139,8 +142,7 @@ def estimate(
     region = None if autocast is None else Autocast(device_type, autocast)
     settings = Settings(
         budget_bytes=None,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
+        step=step,
         planner=planner,
         plan_seconds=plan_seconds,
         hardware=None,
@@ -157,7 +159,7 @@ def estimate(
         captured = capture(model, inputs, region)
         graph_profile = profile_model(model, captured, inputs, replace(settings, inplace=False)).profile
         planned_profile = profile_model(model, captured, inputs, settings).profile
-        peak_bytes = eager_peak_bytes(model, captured, inputs, loss_fn, optimizer)
+        peak_bytes = eager_peak_bytes(model, captured, inputs, step)
     plan = keep_all(graph_profile)
     timeline = simulate(graph_profile, plan, with_steps=True)
 
@@ -166,7 +168,7 @@ def estimate(
         other = resized(inputs, batch_dims(inputs), size)
         with on_fakes():
             if not recompute:
-                return eager_peak_bytes(model, dynamic(), other, loss_fn, optimizer)
+                return eager_peak_bytes(model, dynamic(), other, step)
             profile = profile_model(model, dynamic(), other, settings).profile
         return frontier_of(profile, settings)[-1].peak_bytes
 
@@ -212,7 +214,7 @@ def breakdown_of(profile: GraphProfile, tick: int, eager_bytes: int) -> Breakdow
         buffers_bytes=static.buffers_bytes,
         inputs_bytes=static.inputs_bytes,
         optimizer_state_bytes=static.optimizer_state_bytes,
-        gradients_bytes=at.gradient_bytes,
+        gradients_bytes=static.gradients_bytes + at.gradient_bytes,
         activations_bytes=activations + inside - inner,
         internals_bytes=internals + inner,
         loss_bytes=at.loss_bytes,

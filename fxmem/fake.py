@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+aten = torch.ops.aten
+
 
 class FakeWorld:
     """A :class:`FakeTensorMode` and the fakes made in it, remembered by identity.
@@ -115,12 +117,16 @@ class TruerFakes(TorchDispatchMode):
 
     On CPU the norms take a reduced-precision input beside fp32 parameters; they then keep their statistics in fp32 and
     return gradients in the input's dtype. The backward of layer_norm returns a contiguous gradient, whatever the
-    strides of its input. The offsets that embedding_bag saves have room for one element more than they show.
+    strides of its input. The offsets that embedding_bag saves have room for one element more than they show. Sparse
+    tensors keep their entries; coalescing is taken to merge none (the real kernel allocates as if it did not).
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "cpu":
+        if func is aten._grouped_mm.default and args[0].device.type == "cpu":
             return _grouped_mm(func, args, kwargs or {})
+        if func in _SPARSE and args[_SPARSE[func][0]].layout == torch.sparse_coo:
+            kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
+            return _SPARSE[func][1](*args[:2], **kwargs)
         output = func(*args, **(kwargs or {}))
         first_parameter = _NORMS.get(func)
         if first_parameter is not None and args[0].device.type == "cpu":
@@ -128,21 +134,70 @@ class TruerFakes(TorchDispatchMode):
             mixed = any(t.dtype != args[0].dtype for t in parameters)
             dtype = torch.float32 if mixed else args[0].dtype
             return (output[0], *(_as_dtype(t, dtype) for t in output[1:]))
-        if func is torch.ops.aten.native_group_norm_backward.default and args[0].device.type == "cpu":
+        if func is aten.native_group_norm_backward.default and args[0].device.type == "cpu":
             return (_as_dtype(output[0], args[1].dtype), *output[1:])
-        if func is torch.ops.aten.native_layer_norm_backward.default and output[0] is not None:
+        if func is aten.native_layer_norm_backward.default and output[0] is not None:
             return (_contiguous(output[0]), *output[1:])
-        if func is torch.ops.aten._embedding_bag.default and output[1].numel() and args[0].device.type == "cpu":
+        if func is aten._embedding_bag.default and output[1].numel() and args[0].device.type == "cpu":
             return (output[0], output[1].new_empty(output[1].numel() + 1)[:-1], *output[2:])
         return output
 
 
 _NORMS = {
-    torch.ops.aten.native_batch_norm.default: 1,
-    torch.ops.aten.native_layer_norm.default: 2,
-    torch.ops.aten.native_group_norm.default: 1,
+    aten.native_batch_norm.default: 1,
+    aten.native_layer_norm.default: 2,
+    aten.native_group_norm.default: 1,
 }
 """Forward norms and the place of their first affine parameter."""
+
+
+def _sparse_clone(tensor: torch.Tensor) -> torch.Tensor:
+    return _sparse(tensor, tensor._indices().clone(), tensor._values().clone())
+
+
+def _sparse_coalesce(tensor: torch.Tensor) -> torch.Tensor:
+    return _sparse(tensor, tensor._indices().clone(), tensor._values().clone(), coalesced=True)
+
+
+def _sparse_mask(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    values = tensor.new_empty(mask._values().shape)
+    return _sparse(mask, mask._indices().clone(), values, coalesced=mask.is_coalesced())
+
+
+def _sparse_add_(tensor: torch.Tensor, other: torch.Tensor, alpha: float = 1) -> torch.Tensor:
+    if other.layout != torch.sparse_coo:
+        return cast(torch.Tensor, aten.add_.Tensor(tensor, other, alpha=alpha))
+    indices = torch.cat([tensor._indices(), other._indices()], 1)
+    values = torch.cat([tensor._values(), other._values()])
+    return cast(torch.Tensor, aten.copy_sparse_to_sparse_(tensor, _sparse(tensor, indices, values)))
+
+
+_SPARSE: dict[Any, tuple[int, Any]] = {
+    aten.clone.default: (0, _sparse_clone),
+    aten._coalesce.default: (0, _sparse_coalesce),
+    aten.sparse_mask.default: (1, _sparse_mask),
+    aten.add_.Tensor: (0, _sparse_add_),
+}
+"""Ops whose fakes forget the entries of a sparse tensor: the place of the sparse argument, and what is right."""
+
+
+def _sparse(
+    like: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, *, coalesced: bool = False
+) -> torch.Tensor:
+    return cast(
+        torch.Tensor,
+        aten._sparse_coo_tensor_with_dims_and_tensors(
+            like.sparse_dim(),
+            like.dense_dim(),
+            like.size(),
+            indices,
+            values,
+            dtype=values.dtype,
+            layout=torch.sparse_coo,
+            device=like.device,
+            is_coalesced=coalesced,
+        ),
+    )
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:

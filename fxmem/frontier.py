@@ -15,7 +15,7 @@ from fxmem.planners import PLANNERS
 from fxmem.planners.gap import with_bounds
 from fxmem.policy import Rule, check_policy
 from fxmem.replay import Autocast
-from fxmem.step import OptimizerLike, check_optimizer
+from fxmem.step import OptimizerLike, TrainingStep, check_step
 from fxmem.timing import COSTS, preset_of
 
 
@@ -43,6 +43,8 @@ def frontier(
     optimizer: OptimizerLike = "adamw",
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     autocast: torch.dtype | None = None,
+    accumulate: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
     planner: str = "auto",
     plan_seconds: float = 30.0,
     cost: str = "auto",
@@ -59,15 +61,13 @@ def frontier(
     for what, name, known in (("planner", planner, PLANNERS), ("cost", cost, COSTS)):
         if name not in known:
             raise InputError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
-    check_optimizer(optimizer)
     args = tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
     inputs = Inputs.of(() if example_args is None else args, example_kwargs or {})
     if not any(isinstance(leaf, torch.Tensor) for leaf in inputs.leaves):
         raise InputError("the example holds no tensor; pass one call's arguments as example_args and example_kwargs")
     settings = Settings(
         budget_bytes=None,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
+        step=check_step(TrainingStep(loss_fn, optimizer, bool(accumulate), scaler)),
         planner=planner,
         plan_seconds=plan_seconds,
         hardware=preset_of(cost),

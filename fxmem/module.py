@@ -22,7 +22,7 @@ from fxmem.planners import PLANNERS
 from fxmem.policy import Rule, check_policy
 from fxmem.replay import Autocast
 from fxmem.report import Report
-from fxmem.step import OptimizerLike, check_optimizer
+from fxmem.step import OptimizerLike, TrainingStep, check_step
 from fxmem.timing import COSTS, preset_of
 from fxmem.types import Plan
 
@@ -37,6 +37,8 @@ def optimize(
     optimizer: OptimizerLike = "adamw",
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     autocast: torch.dtype | None = None,
+    accumulate: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
     planner: str = "auto",
     inplace: bool = True,
     policy: Sequence[Rule] = (),
@@ -53,6 +55,8 @@ def optimize(
     (instance, class, name or None) says what state and step to count. ``loss_fn(output)`` returns the scalar loss;
     default: ``output.loss``, else the sum of the floating outputs. ``autocast``: the dtype of the autocast region the
     training calls run in, where an example is given; a call inside a region is always planned for that region.
+    ``accumulate``: whether gradients are there when a step starts, as in gradient accumulation over micro-batches and
+    after ``zero_grad(set_to_none=False)``. ``scaler``: the ``torch.amp.GradScaler`` of the step, if there is one.
     ``planner``: a name in ``fxmem.planners.PLANNERS``; it searches for at most about ``plan_seconds``. ``inplace``:
     whether ops that provably may write over their input do (:mod:`fxmem.inplace`). ``cost``: name of
     a hardware preset for the estimate of op times, ``"auto"`` for that of the model's device, or ``"measure"`` to time
@@ -68,11 +72,9 @@ def optimize(
     if isinstance(model, OptimizedModule):
         raise InputError("the model is already optimized; pass model.original with the new budget")
     _check_trainable(model)
-    check_optimizer(optimizer)
     settings = Settings(
         budget_bytes=parse_budget(budget_gb, budget, model),
-        optimizer=optimizer,
-        loss_fn=loss_fn,
+        step=check_step(TrainingStep(loss_fn, optimizer, bool(accumulate), scaler)),
         inplace=bool(inplace),
         planner=_known("planner", planner, PLANNERS),
         plan_seconds=_positive("plan_seconds", plan_seconds),

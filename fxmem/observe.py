@@ -1,6 +1,6 @@
 """Running a captured graph's training step on fakes, node by node, and writing down all that happens.
 
-In: a captured graph, its inputs, loss and optimizer. Out: an :class:`Observation`: per node what it reads, makes, writes
+In: a captured graph, its inputs and step. Out: an :class:`Observation`: per node what it reads, makes, writes
 and saves, and the stream of allocations, frees, unpacks and releases of the whole step. Nothing is concluded from an
 op's name; what an op does is seen from autograd and from dispatch.
 """
@@ -24,8 +24,8 @@ from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld, ScalarReads
 from fxmem.regions import op_of
 from fxmem.replay import View
-from fxmem.step import LossFn, OptimizerLike, default_loss, run_step, warm_fake_optimizer
-from fxmem.track import StorageTracker, has_storage, tensors_of
+from fxmem.step import TrainingStep, default_loss, run_step, warm_fake_step
+from fxmem.track import StorageTracker, has_storage, parts_of, tensors_of
 from fxmem.types import Phase, StaticBytes
 
 
@@ -77,30 +77,28 @@ class Observation:
     devices: dict[int, torch.device]
     """By storage serial."""
     gradients: frozenset[int]
-    """Storages of the gradients that the backward leaves behind."""
+    """Storages of the gradients that the backward makes and leaves behind."""
     backward_flops: int
     backward_moved_bytes: int
 
 
-def observe(
-    captured: Captured, inputs: Inputs, world: FakeWorld, loss_fn: LossFn | None, optimizer: OptimizerLike
-) -> Observation:
+def observe(captured: Captured, inputs: Inputs, world: FakeWorld, step: TrainingStep) -> Observation:
     """Run the step on fakes and return what was seen.
 
     Errors: ``ProfileError`` naming the node that cannot run on fakes.
     """
-    observation = _Observer(captured, inputs, world).run(loss_fn, optimizer)
+    observation = _Observer(captured, inputs, world).run(step)
     if captured.autocast is not None:
-        _note_cached(observation, _Observer(captured, inputs, FakeWorld(inputs.leaves), discard=True), loss_fn)
+        _note_cached(observation, _Observer(captured, inputs, FakeWorld(inputs.leaves), discard=True), step)
     return observation
 
 
-def _note_cached(observation: Observation, dry: _Observer, loss_fn: LossFn | None) -> None:
+def _note_cached(observation: Observation, dry: _Observer, step: TrainingStep) -> None:
     """Find internals that outlive their node though autograd holds nothing: those lie in autocast's cache.
 
     ``dry`` runs forward and loss with saved tensors discarded; its allocations are those of ``observation`` in order.
     """
-    dry.run_forward(loss_fn)
+    dry.run_forward(step)
     died_in: dict[int, int] = {}
     window = -1
     for event in dry.events:
@@ -193,19 +191,29 @@ class _Observer:
         self.events.append(Event("phase", -1, phase=phase))
         self.in_backward = phase is Phase.BACKWARD
         if phase is Phase.OPTIMIZER:
-            grads = (leaf.grad for leaf in self.leaves_with_grad)
-            self.gradients.update(self.tracker.serial(g) for g in grads if has_storage(g))
+            self.gradients.update(self._gradient_serials())
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def run(self, loss_fn: LossFn | None, optimizer: OptimizerLike) -> Observation:
+    def run(self, step: TrainingStep) -> Observation:
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
+
+        def micro_batch() -> None:
+            leaves = FakeWorld(fakes).fake_all(fakes)
+            with self.world.state_of(self.graph_module):
+                run_step(
+                    lambda: self.captured.call(self.graph_module, leaves),
+                    step.loss_fn,
+                    autocast=self.captured.autocast,
+                )
+
         with self.world.active():
             pairs = [(p, self.world.fake(p)) for p in self.captured.parameters]
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
             self.leaves_with_grad = [fake for _, fake in pairs] + leaves
-            fake_optimizer = warm_fake_optimizer(optimizer, pairs)
-            static = self._hold_statics(fakes, fake_optimizer)
+            optimizer, scaler = warm_fake_step(step, self.graph_module.graph, pairs, micro_batch)
+            static = self._hold_statics(fakes, (optimizer, scaler))
+            earlier = self._gradient_serials()
             cached_until: dict[int, int] = {}
             outputs: list[int] = []
 
@@ -218,7 +226,7 @@ class _Observer:
             with ExitStack() as stack:
                 stack.enter_context(self.tracker)
                 stack.enter_context(ScalarReads())
-                run_step(forward, loss_fn, fake_optimizer, self.captured.autocast, self._phase)
+                run_step(forward, step.loss_fn, optimizer, self.captured.autocast, self._phase, scaler)
         return Observation(
             self.nodes,
             self.events,
@@ -228,31 +236,36 @@ class _Observer:
             static,
             cached_until,
             self.devices,
-            frozenset(self.gradients),
+            frozenset(self.gradients - earlier),
             self.backward_work[0],
             self.backward_work[1],
         )
 
-    def run_forward(self, loss_fn: LossFn | None) -> None:
+    def run_forward(self, step: TrainingStep) -> None:
         """Run forward and loss only."""
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
         with self.world.active():
-            self._hold_statics(fakes, None)
+            self._hold_statics(fakes)
             context = self.captured.autocast.enter() if self.captured.autocast else nullcontext()
             with self.tracker, context:
                 self._phase(Phase.FORWARD)
                 with self.captured.scope():
                     output = self.captured.unflatten(self._forward(fakes))
                 self._phase(Phase.LOSS)
-                (loss_fn or default_loss)(output)
+                (step.loss_fn or default_loss)(output)
 
-    def _hold_statics(self, fakes: list[Any], optimizer: torch.optim.Optimizer | None) -> StaticBytes:
+    def _gradient_serials(self) -> set[int]:
+        grads = [leaf.grad for leaf in self.leaves_with_grad if leaf.grad is not None]
+        return {self.tracker.serial(part) for grad in grads for part in parts_of(grad)}
+
+    def _hold_statics(self, fakes: list[Any], optimizing: Any = None) -> StaticBytes:
         hold, fake = self.tracker.hold, self.world.fake
         return StaticBytes(
             parameters_bytes=hold(fake(p) for p in self.graph_module.parameters()),
             buffers_bytes=hold(fake(b) for b in self.graph_module.buffers()),
             inputs_bytes=hold(t for t in fakes if isinstance(t, torch.Tensor)),
-            optimizer_state_bytes=hold(tensors_of(optimizer)) if optimizer is not None else 0,
+            gradients_bytes=hold(leaf.grad for leaf in self.leaves_with_grad if leaf.grad is not None),
+            optimizer_state_bytes=hold(tensors_of([optimizing])),
         )
 
     def _forward(self, fakes: list[Any]) -> tuple[Any, ...]:

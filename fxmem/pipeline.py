@@ -25,7 +25,7 @@ from fxmem.report import Report, build_report
 from fxmem.report.text import place_of_tick
 from fxmem.rewrite import rewrite
 from fxmem.simulate import keep_all, simulate
-from fxmem.step import LossFn, OptimizerLike
+from fxmem.step import TrainingStep
 from fxmem.timing import Hardware, hardware_for
 from fxmem.types import FrontierPoint, GraphProfile, Plan, Timeline, Verification
 from fxmem.verify import eager_peak_bytes, verify
@@ -36,8 +36,7 @@ class Settings:
     """What the user asked for, checked. ``budget_bytes`` None: as little recomputation as possible, no bound."""
 
     budget_bytes: int | None
-    optimizer: OptimizerLike
-    loss_fn: LossFn | None
+    step: TrainingStep
     planner: str
     plan_seconds: float
     hardware: Hardware | None
@@ -77,7 +76,7 @@ def compile_model(
     profiled = profile_model(model, captured, inputs, settings)
     points = frontier_of(profiled.profile, settings)
     chosen = emit_within_budget(profiled, inputs, settings, points)
-    eager_bytes = eager_peak_bytes(model, captured, inputs, settings.loss_fn, settings.optimizer)
+    eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step)
     report = build_report(
         profiled.profile,
         chosen.point,
@@ -99,11 +98,11 @@ def compile_model(
 def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
     """Return the profile of ``captured`` at ``inputs``, with times of the model's device or the one asked for."""
     hardware = settings.hardware or _hardware_of(model)
-    profiled = profile(captured, inputs, hardware.seconds, loss_fn=settings.loss_fn, optimizer=settings.optimizer)
+    profiled = profile(captured, inputs, hardware.seconds, settings.step)
     decisions = decide(profiled) if settings.inplace else ()
     if any(not decision.why_not for decision in decisions):
         captured = in_place(captured, decisions)
-        profiled = profile(captured, inputs, hardware.seconds, loss_fn=settings.loss_fn, optimizer=settings.optimizer)
+        profiled = profile(captured, inputs, hardware.seconds, settings.step)
     profiled = replace(profiled, inplace=decisions)
     return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
 
@@ -147,14 +146,7 @@ def emit_within_budget(
         check_plan(profiled.profile, point.plan)
         timeline = simulate(profiled.profile, point.plan)
         graph_module = rewrite(profiled, point.plan)
-        verification = verify(
-            graph_module,
-            profiled.captured,
-            inputs,
-            timeline,
-            loss_fn=settings.loss_fn,
-            optimizer=settings.optimizer,
-        )
+        verification = verify(graph_module, profiled.captured, inputs, timeline, settings.step)
         if budget_bytes is None or verification.verified_bytes <= budget_bytes:
             return Emitted(point, timeline, graph_module, verification)
         limit_bytes = min(point.peak_bytes - 1, budget_bytes - (verification.verified_bytes - point.peak_bytes))
@@ -172,6 +164,7 @@ def _infeasible(
         ("buffers", static.buffers_bytes),
         ("batch", static.inputs_bytes),
         ("optimizer state", static.optimizer_state_bytes),
+        ("gradients of earlier micro-batches", static.gradients_bytes),
         ("gradients and loss", rest_bytes),
         ("activations and working set", least.peak_bytes - static.total_bytes - rest_bytes),
     )
@@ -188,10 +181,13 @@ def _hardware_of(model: torch.nn.Module) -> Hardware:
 
 def _notes(settings: Settings) -> tuple[str, ...]:
     notes = []
-    if settings.optimizer is None:
+    step = settings.step
+    if step.optimizer is None:
         notes.append("no optimizer is counted")
-    elif isinstance(settings.optimizer, str):
-        notes.append(f"optimizer state and step are those of {settings.optimizer} (optimizer= changes that)")
-    if settings.loss_fn is None:
+    elif isinstance(step.optimizer, str):
+        notes.append(f"optimizer state and step are those of {step.optimizer} (optimizer= changes that)")
+    if step.accumulate:
+        notes.append("gradients of earlier micro-batches are there at the start of the step")
+    if step.loss_fn is None:
         notes.append("the loss is output.loss, or the sum of the outputs where there is none (loss_fn= changes that)")
     return tuple(notes)

@@ -20,7 +20,7 @@ from fxmem.fake import FakeWorld
 from fxmem.observe import Event, NodeObservation, Observation, observe
 from fxmem.regions import op_of
 from fxmem.replay import NodeReplay, Replay, View, rerunning
-from fxmem.step import LossFn, OptimizerLike
+from fxmem.step import BARE, TrainingStep
 from fxmem.track import StorageTracker
 from fxmem.types import GraphProfile, InplaceDecision, NodeProfile, Phase, Recipe, Storage, Tick
 
@@ -62,16 +62,14 @@ def profile(
     captured: Captured,
     inputs: Inputs,
     timer: NodeTimer,
-    *,
-    loss_fn: LossFn | None = None,
-    optimizer: OptimizerLike = None,
+    step: TrainingStep = BARE,
 ) -> Profiled:
     """Return the profile of the training step of ``captured`` at the signature of ``inputs``.
 
     ``timer`` gives seconds for (FLOPs, bytes moved). Errors: ``ProfileError``.
     """
     world = FakeWorld(inputs.leaves)
-    observation = observe(captured, inputs, world, loss_fn, optimizer)
+    observation = observe(captured, inputs, world, step)
     return _Builder(captured, observation, timer, world).build()
 
 

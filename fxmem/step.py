@@ -1,21 +1,30 @@
-"""The one definition of a training step, and its optimizer and loss on fakes.
+"""The one definition of a training step, and its optimizer, scaler and loss on fakes.
 
 NOTE [The training step]
 
 1. ``output = model(batch)``; ``loss = loss_fn(output)``; ``loss.backward()``; ``optimizer.step()``;
    ``optimizer.zero_grad(set_to_none=True)``. Gradients are absent at the start.
-2. Batch, output and loss are referred to until the step is over.
-3. It is a step of the steady state: the optimizer's state exists from the start.
-4. Under autocast, forward and loss run inside the region, backward and optimizer outside.
+2. With *gradient accumulation* it is the last micro-batch: those before it have left gradients on every parameter their
+   backward reaches, this one's are added to them. ``zero_grad(set_to_none=False)`` makes every step such a step. The
+   batch is new each time: a batch that requires grad has no gradient at the start.
+3. With a *scaler*: ``scaler.scale(loss).backward()``; ``scaler.step(optimizer)``; ``scaler.update()``. The scaler finds
+   no infinities, so the optimizer does step.
+4. Batch, output and loss are referred to until the step is over.
+5. It is a step of the steady state: the optimizer's and the scaler's state exists from the start.
+6. Under autocast, forward and loss run inside the region, scaling, backward and optimizer outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.utils._pytree import tree_leaves
 
 from fxmem.errors import InputError
@@ -27,12 +36,30 @@ OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None
 LossFn = Callable[[Any], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """What a training step is beside the model and its batch (NOTE [The training step])."""
+
+    loss_fn: LossFn | None = None
+    """Of the model's output; None: :func:`default_loss`."""
+    optimizer: OptimizerLike = None
+    """None: the step ends with the backward."""
+    accumulate: bool = False
+    """Whether earlier micro-batches have left gradients."""
+    scaler: torch.amp.GradScaler | None = None
+
+
+BARE = TrainingStep()
+"""Forward, default loss and backward."""
+
+
 def run_step(
     forward: Callable[[], Any],
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     autocast: Autocast | None = None,
     on_phase: Callable[[Phase], None] = lambda phase: None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> None:
     """Run one training step (NOTE [The training step]). ``on_phase`` is told of each phase before it starts."""
     with autocast.enter() if autocast else nullcontext():
@@ -41,11 +68,19 @@ def run_step(
         on_phase(Phase.LOSS)
         loss = (loss_fn or default_loss)(output)
     on_phase(Phase.BACKWARD)
-    loss.backward()
+    if scaler is None:
+        loss.backward()
+    else:
+        scaler.scale(loss).backward()
     on_phase(Phase.OPTIMIZER)
-    if optimizer is not None:
+    if optimizer is None:
+        return
+    if scaler is None:
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def default_loss(output: Any) -> torch.Tensor:
@@ -62,45 +97,87 @@ def default_loss(output: Any) -> torch.Tensor:
     return total
 
 
-def check_optimizer(optimizer: OptimizerLike) -> None:
-    """Raise ``InputError`` if ``optimizer`` names none."""
+def check_step(step: TrainingStep) -> TrainingStep:
+    """Return ``step``. Errors: ``InputError`` if a part of it is not what it must be."""
+    optimizer, scaler = step.optimizer, step.scaler
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InputError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r}")
     if isinstance(optimizer, str):
         _class_named(optimizer)
-        return
+        return step
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer must be a torch.optim.Optimizer, its class, its name or None, not {optimizer!r}")
+    return step
 
 
-def warm_fake_optimizer(
-    optimizer: OptimizerLike, parameters: Iterable[tuple[torch.Tensor, torch.Tensor]]
-) -> torch.optim.Optimizer | None:
-    """Return a like optimizer over fake parameters, its state as after a first step.
+def warm_fake_step(
+    step: TrainingStep,
+    graph: fx.Graph,
+    parameters: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    backward: Callable[[], None],
+) -> tuple[torch.optim.Optimizer | None, torch.amp.GradScaler | None]:
+    """Return optimizer and scaler of ``step`` over fake parameters in their steady state; leave earlier gradients.
 
-    ``parameters``: pairs (real, fake). Runs under the fakes' mode; parameters that require no grad are left out.
+    ``parameters``: pairs (real, fake). ``backward`` runs forward, loss and backward of one micro-batch on these fakes;
+    it is called where gradients are needed that are not simply like their parameters. Runs under the fakes' mode.
     """
     fakes = {id(real): fake for real, fake in parameters if fake.requires_grad}
+    optimizer = _fake_optimizer(step.optimizer, fakes)
+    with ScalarReads():
+        if optimizer is not None:
+            if makes_sparse_gradients(graph):
+                backward()
+            else:
+                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+                    parameter.grad = torch.empty_like(parameter, dtype=dtype)
+            optimizer.step()
+            for fake in fakes.values():
+                fake.grad = None
+        if step.accumulate:
+            backward()
+    device = next((fake.device for fake in fakes.values()), torch.device("cpu"))
+    return optimizer, None if step.scaler is None else _fake_scaler(step.scaler, device)
+
+
+def makes_sparse_gradients(graph: fx.Graph) -> bool:
+    """True if an op of ``graph`` is asked for a sparse gradient, as that of ``Embedding(sparse=True)`` is."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and any(argument.name == "sparse" for argument in schema.arguments):
+            places = [argument.name for argument in schema.arguments]
+            if {**dict(zip(places, node.args, strict=False)), **node.kwargs}.get("sparse"):
+                return True
+    return False
+
+
+def _fake_optimizer(optimizer: OptimizerLike, fakes: dict[int, torch.Tensor]) -> torch.optim.Optimizer | None:
+    """Return a like optimizer without state over ``fakes``, by id of the real parameter."""
     if optimizer is None or not fakes:
         return None
-    if isinstance(optimizer, torch.optim.Optimizer):
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": kept}
-            for group in optimizer.param_groups
-            if (kept := [fakes[id(p)] for p in group["params"] if id(p) in fakes])
-        ]
-        if not groups:
-            raise InputError("the optimizer given holds none of the model's parameters that require grad")
-        fake_optimizer = _rebuilt(optimizer, groups)
-    else:
+    if not isinstance(optimizer, torch.optim.Optimizer):
         cls = _class_named(optimizer) if isinstance(optimizer, str) else optimizer
-        fake_optimizer = cls(list(fakes.values()))  # type: ignore[call-arg]
-    held = [p for group in fake_optimizer.param_groups for p in group["params"]]
-    for parameter in held:
-        parameter.grad = torch.empty_like(parameter)
-    with ScalarReads():
-        fake_optimizer.step()
-    fake_optimizer.zero_grad(set_to_none=True)
-    return fake_optimizer
+        return cls(list(fakes.values()))  # type: ignore[call-arg]
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": kept}
+        for group in optimizer.param_groups
+        if (kept := [fakes[id(p)] for p in group["params"] if id(p) in fakes])
+    ]
+    if not groups:
+        raise InputError("the optimizer given holds none of the model's parameters that require grad")
+    return _rebuilt(optimizer, groups)
+
+
+def _fake_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
+    """Return a copy of ``scaler`` whose tensors are fake and which finds no infinities."""
+    states: defaultdict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
+    fake = object.__new__(type(scaler))
+    vars(fake).update(vars(scaler), _scale=None, _growth_tracker=None, _per_optimizer_states=states)
+    if fake.is_enabled():
+        fake._lazy_init_scale_growth_tracker(device)
+    fake._maybe_opt_step = lambda optimizer, _, *args, **kwargs: optimizer.step(*args, **kwargs)  # type: ignore[method-assign]
+    return fake
 
 
 def _rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -55,8 +55,9 @@ class StorageTracker(TorchDispatchMode):
         """Count the storages of ``tensors`` as alive from now on; return the bytes this added."""
         before = self.live_bytes
         for tensor in tensors:
-            if tensor.untyped_storage()._cdata not in self._serials:
-                self._add(tensor, counted=True)
+            for part in parts_of(tensor):
+                if part.untyped_storage()._cdata not in self._serials:
+                    self._add(part, counted=True)
         return self.live_bytes - before
 
     def _add(self, tensor: torch.Tensor, *, counted: bool) -> int:
@@ -82,21 +83,36 @@ class StorageTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a fake tensor answers queries such as prim.device through dispatch
             return func(*args, **kwargs)
-        for leaf in tree_leaves((args, kwargs)):
-            if has_storage(leaf) and leaf.untyped_storage()._cdata not in self._serials:
-                self._add(leaf, counted=False)
+        self._see((args, kwargs), counted=False)
         output = func(*args, **kwargs)
-        for leaf in tree_leaves(output):
-            if has_storage(leaf) and leaf.untyped_storage()._cdata not in self._serials:
-                self._add(leaf, counted=True)
+        self._see(output, counted=True)
         if self._on_op is not None:
             self._on_op(func, args, kwargs, output)
         return output
 
+    def _see(self, tree: Any, *, counted: bool) -> None:
+        for leaf in tree_leaves(tree):
+            for part in parts_of(leaf):
+                if part.untyped_storage()._cdata not in self._serials:
+                    self._add(part, counted=counted)
+
 
 def has_storage(leaf: object) -> TypeGuard[torch.Tensor]:
-    """True for tensors whose bytes can be counted: dense ones; a sparse tensor's parts are counted as they are made."""
+    """True for tensors that lie on one storage: dense ones; see :func:`parts_of` for sparse ones."""
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+
+
+def parts_of(leaf: object) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that hold the bytes of ``leaf``: itself, or a sparse tensor's indices and values."""
+    if has_storage(leaf):
+        return (leaf,)
+    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.sparse_coo:
+        return (leaf._indices(), leaf._values())
+    if isinstance(leaf, torch.Tensor) and leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (leaf.crow_indices(), leaf.col_indices(), leaf.values())
+    if isinstance(leaf, torch.Tensor) and leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (leaf.ccol_indices(), leaf.row_indices(), leaf.values())
+    return ()
 
 
 class Measurement:
@@ -147,7 +163,7 @@ class Measurement:
 def track(*holders: Any) -> Iterator[Measurement]:
     """Measure the peak of allocated bytes in the body of a ``with`` statement.
 
-    ``holders``: modules, optimizers, tensors or nests of them that count as present at the start. With none, every
+    ``holders``: modules, optimizers, scalers, tensors or nests of them that count as present at the start. With none, every
     tensor alive in the process counts. On a machine whose current device is CUDA the allocator's statistics are used
     (they count every tensor on the device, whatever ``holders`` says).
 
@@ -170,7 +186,7 @@ def track(*holders: Any) -> Iterator[Measurement]:
     tracker = StorageTracker(
         lambda kind, serial, nbytes: measurement._note_event(tracker, kind, serial, nbytes), measurement._note_op
     )
-    measurement.start_bytes = tracker.hold(t for t in present if has_storage(t))
+    measurement.start_bytes = tracker.hold(present)
     del present
     hook = register_optimizer_step_pre_hook(lambda *_: measurement.phase(Phase.OPTIMIZER))
     try:
@@ -182,7 +198,8 @@ def track(*holders: Any) -> Iterator[Measurement]:
 
 
 def tensors_of(holder: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that ``holder`` (a tensor, module, optimizer or a nest of them) refers to, gradients too."""
+    """Yield the tensors that ``holder`` (a tensor, module, optimizer, GradScaler or a nest of them) refers to, with
+    gradients."""
     if isinstance(holder, torch.Tensor):
         yield holder
         if holder.is_leaf and holder.grad is not None:
@@ -195,6 +212,8 @@ def tensors_of(holder: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(tuple(state.values()))
         for group in holder.param_groups:
             yield from tensors_of(tuple(group.values()))
+    elif isinstance(holder, torch.amp.GradScaler):
+        yield from tensors_of((holder._scale, holder._growth_tracker))
     else:
         for leaf in tree_leaves(holder):
             if leaf is not holder:

@@ -138,7 +138,7 @@ class Tick:
     releases: tuple[int, ...]
     """Managed storages of which autograd releases one saved tensor at the end, one entry for each."""
     gradient_bytes: int = 0
-    """Of the unmanaged bytes at the peak: gradients of parameters and inputs."""
+    """Of the unmanaged bytes at the peak: gradients of parameters and inputs that the backward has made."""
     loss_bytes: int = 0
     """Of the unmanaged bytes at the peak: what the loss allocated outside the graph."""
 
@@ -150,11 +150,14 @@ class StaticBytes:
     parameters_bytes: int = 0
     buffers_bytes: int = 0
     inputs_bytes: int = 0
+    gradients_bytes: int = 0
+    """What earlier micro-batches have left, where the step accumulates gradients."""
     optimizer_state_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.parameters_bytes + self.buffers_bytes + self.inputs_bytes + self.optimizer_state_bytes
+        fixed_bytes = self.parameters_bytes + self.buffers_bytes + self.inputs_bytes
+        return fixed_bytes + self.gradients_bytes + self.optimizer_state_bytes
 
 
 @dataclass(frozen=True, slots=True)

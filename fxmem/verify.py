@@ -14,7 +14,7 @@ from torch import fx
 from fxmem.capture import Captured, Inputs
 from fxmem.errors import VerificationError
 from fxmem.fake import FakeWorld, ScalarReads
-from fxmem.step import LossFn, OptimizerLike, run_step, warm_fake_optimizer
+from fxmem.step import BARE, TrainingStep, run_step, warm_fake_step
 from fxmem.track import StorageTracker, tensors_of
 from fxmem.types import Timeline, Verification
 
@@ -24,9 +24,7 @@ def verify(
     captured: Captured,
     inputs: Inputs,
     timeline: Timeline,
-    *,
-    loss_fn: LossFn | None = None,
-    optimizer: OptimizerLike = None,
+    step: TrainingStep = BARE,
 ) -> Verification:
     """Run ``emitted`` on fakes and compare its peak with the plan's ``timeline``.
 
@@ -39,24 +37,21 @@ def verify(
             captured.graph_module,
             captured,
             inputs,
-            loss_fn,
-            optimizer,
+            step,
         )
     except Exception as error:
         raise VerificationError(f"the emitted module does not run on fake tensors: {error}") from error
     return Verification(timeline.peak_bytes, peak_bytes)
 
 
-def eager_peak_bytes(
-    model: torch.nn.Module, captured: Captured, inputs: Inputs, loss_fn: LossFn | None, optimizer: OptimizerLike
-) -> int:
+def eager_peak_bytes(model: torch.nn.Module, captured: Captured, inputs: Inputs, step: TrainingStep) -> int:
     """Return the peak of the original model's own training step, in bytes."""
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
         return model(*args, **kwargs)
 
-    return fake_peak_bytes(forward, model, model, captured, inputs, loss_fn, optimizer)
+    return fake_peak_bytes(forward, model, model, captured, inputs, step)
 
 
 def fake_peak_bytes(
@@ -65,8 +60,7 @@ def fake_peak_bytes(
     owner: torch.nn.Module,
     captured: Captured,
     inputs: Inputs,
-    loss_fn: LossFn | None,
-    optimizer: OptimizerLike,
+    step: TrainingStep,
 ) -> int:
     """Return the tracked peak of a training step of ``forward(fake leaves)``, whose state lies in ``module``.
 
@@ -75,11 +69,18 @@ def fake_peak_bytes(
     world = FakeWorld(inputs.leaves)
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
     tracker = StorageTracker()
-    with world.active():
-        fake_optimizer = warm_fake_optimizer(optimizer, [(p, world.fake(p)) for p in captured.parameters])
-        tracker.hold(world.fake(t) for t in (*owner.parameters(), *owner.buffers()))
+    pairs = [(p, world.fake(p)) for p in captured.parameters]
+    state = [world.fake(t) for t in (*owner.parameters(), *owner.buffers())]
+
+    def micro_batch() -> None:
+        other = FakeWorld(leaves).fake_all(leaves)
+        run_step(lambda: forward(other), step.loss_fn, autocast=captured.autocast)
+
+    with world.active(), world.state_of(module):
+        optimizer, scaler = warm_fake_step(step, captured.graph_module.graph, pairs, micro_batch)
+        tracker.hold(tensors_of(state))
         tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
-        tracker.hold(tensors_of(fake_optimizer) if fake_optimizer is not None else ())
-        with world.state_of(module), tracker, ScalarReads():
-            run_step(lambda: forward(leaves), loss_fn, fake_optimizer, captured.autocast)
+        tracker.hold(tensors_of((optimizer, scaler)))
+        with tracker, ScalarReads():
+            run_step(lambda: forward(leaves), step.loss_fn, optimizer, captured.autocast, scaler=scaler)
     return tracker.peak_bytes

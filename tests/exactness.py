@@ -22,7 +22,7 @@ from fxmem.profile import Profiled, profile
 from fxmem.replay import Autocast
 from fxmem.rewrite import rewrite
 from fxmem.simulate import drop_all, keep_all, simulate
-from fxmem.step import default_loss, run_step
+from fxmem.step import TrainingStep, default_loss, run_step
 from fxmem.timing import PRESETS
 from fxmem.track import StorageTracker
 from fxmem.types import KEEP, GraphProfile, Plan
@@ -212,7 +212,7 @@ def check(
     state = {name: t.detach().clone() for name, t in _state(model)}
     example = Inputs(tuple(_copied(leaf) for leaf in inputs.leaves), inputs.spec)
     captured = capture(model, example, region)
-    profiled = profile(captured, example, PRESETS["cpu"].seconds, loss_fn=loss)
+    profiled = profile(captured, example, PRESETS["cpu"].seconds, TrainingStep(loss))
     assert torch.equal(random_state, torch.get_rng_state()), "planning drew random numbers"
     changed = [name for name, t in _state(model) if not same_bits(state[name], t.detach())]
     assert not changed, f"planning changed {changed}"
@@ -246,7 +246,7 @@ def _compare(
     timeline = simulate(profiled.profile, plan)
     emitted = rewrite(profiled, plan)
     constants = [t for t in (*emitted.buffers(), *emitted.parameters()) if id(t) not in own]
-    verification = verify(emitted, profiled.captured, example, timeline, loss_fn=loss)
+    verification = verify(emitted, profiled.captured, example, timeline, TrainingStep(loss))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return profiled.captured.call(emitted, Inputs.of(args, kwargs).leaves)

@@ -62,6 +62,120 @@ def test_the_step_of_each_optimizer_is_predicted_to_the_byte(make: Any) -> None:
     assert measured_peak(model, ((x,), {}), None, optimizer) == predicted
 
 
+# -- gradients that are there already, scalers, gradients of another kind ------------------------------------------------
+
+
+def measured_steady(
+    model: nn.Module,
+    forward: nn.Module,
+    x: Tensor,
+    optimizer: torch.optim.Optimizer,
+    *,
+    accumulate: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+    autocast: Autocast | None = None,
+) -> int:
+    """Peak of a step after a first one; with ``accumulate`` of its last micro-batch."""
+
+    def step(optimizer: torch.optim.Optimizer | None) -> None:
+        run_step(lambda: forward(x), None, optimizer, autocast, scaler=scaler if optimizer else None)
+
+    step(optimizer)
+    if accumulate:
+        step(None)
+    with fxmem.track(model, optimizer, scaler, x) as memory:
+        step(optimizer)
+    return memory.peak_bytes
+
+
+def mlp() -> nn.Module:
+    layers = (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.LayerNorm(32))
+    return nn.Sequential(*layers, *(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6))).train()
+
+
+SGD = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1), "adamw": torch.optim.AdamW}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("optimizer", SGD)
+def test_micro_batches_and_scalers_are_predicted_to_the_byte(
+    optimizer: str, accumulate: bool, scaled: bool, dtype: torch.dtype | None
+) -> None:
+    model, x = mlp(), torch.randn(64, 32)
+    region = dtype and Autocast("cpu", dtype)
+    step: dict[str, Any] = {
+        "optimizer": SGD[optimizer](model.parameters()),
+        "accumulate": accumulate,
+        "scaler": torch.amp.GradScaler("cpu") if scaled else None,
+    }
+    estimate = fxmem.estimate(model, x, autocast=dtype, plan_seconds=1, **step)
+    assert measured_steady(model, model, x, autocast=region, **step) == estimate.peak_bytes
+    assert sum(nbytes for _, nbytes in estimate.breakdown.rows()) == estimate.peak_bytes
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert not accumulate or estimate.breakdown.gradients_bytes == gradients
+    optimized = fxmem.optimize(model, x, budget=estimate.floor_bytes, autocast=dtype, plan_seconds=1, **step)
+    measured = measured_steady(model, optimized, x, autocast=region, **step)
+    assert measured == optimized.report.predicted_peak_bytes <= estimate.floor_bytes
+
+
+def test_gradients_of_earlier_micro_batches_raise_the_peak_by_what_the_backward_has_not_made_yet() -> None:
+    model, x = mlp(), torch.randn(64, 32)
+    first, later = (fxmem.estimate(model, x, optimizer=None, accumulate=a) for a in (False, True))
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert first.breakdown.gradients_bytes < gradients
+    assert first.peak_bytes < later.peak_bytes <= first.peak_bytes + gradients
+    for phase in (Phase.FORWARD, Phase.LOSS):
+        before, after = (max(s.live_bytes for s in e.timeline.steps if s.phase is phase) for e in (first, later))
+        assert after - before == gradients
+
+
+def test_gradients_of_another_dtype_than_their_parameters_count_as_such() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).train(), torch.randn(8, 64)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.bfloat16
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for accumulate in (False, True):
+        estimate = fxmem.estimate(model, x, optimizer=optimizer, accumulate=accumulate)
+        assert measured_steady(model, model, x, optimizer, accumulate=accumulate) == estimate.peak_bytes
+    assert estimate.breakdown.gradients_bytes == sum(p.nbytes for p in model.parameters()) // 2
+
+
+@pytest.mark.parametrize("make", [SGD["sgd"], torch.optim.Adagrad, lambda p: torch.optim.SparseAdam(list(p))])
+def test_sparse_gradients_count_by_the_entries_of_the_batch(make: Any) -> None:
+    """As many entries as tokens, 8 bytes an index; repeated ones merge in some optimizers, which values decide."""
+    distinct, repeated = torch.randperm(512)[:40], torch.zeros(40, dtype=torch.long)
+    for tokens in (distinct, repeated):
+        model = nn.Sequential(nn.Embedding(512, 16, sparse=True), nn.Tanh()).train()
+        optimizer = make(model.parameters())
+        estimate = fxmem.estimate(model, tokens, optimizer=optimizer)
+        assert estimate.breakdown.gradients_bytes == 40 * (8 + 16 * 4)
+        measured = measured_steady(model, model, tokens, optimizer)
+        assert measured == estimate.peak_bytes if tokens is distinct else measured <= estimate.peak_bytes
+        later = fxmem.estimate(model, tokens, optimizer=optimizer, accumulate=True)
+        measured = measured_steady(model, model, tokens, optimizer, accumulate=True)
+        assert later.peak_bytes > estimate.peak_bytes
+        exact = make is SGD["sgd"]  # the others merge the micro-batches' entries
+        assert measured == later.peak_bytes if exact else measured <= later.peak_bytes
+
+
+def test_planning_leaves_a_scaler_as_it_is() -> None:
+    model, x, scaler = nn.Linear(8, 8).train(), torch.randn(2, 8), torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = fxmem.estimate(model, x, scaler=scaler).peak_bytes
+    assert scaler._scale is None
+    assert not scaler._per_optimizer_states
+    scaler.scale(model(x).sum()).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.unscale_(optimizer)
+    states = dict(scaler._per_optimizer_states)
+    assert fxmem.estimate(model, x, scaler=scaler).peak_bytes == before
+    assert scaler.get_scale() == 8.0
+    assert dict(scaler._per_optimizer_states) == states
+    with pytest.raises(fxmem.InputError, match="GradScaler"):
+        fxmem.optimize(model, x, scaler=1024.0)  # type: ignore[arg-type]
+
+
 def test_an_optimizer_that_holds_a_part_of_the_model_counts_only_that() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).train()
     whole = fxmem.estimate(model, torch.randn(4, 64), optimizer=torch.optim.AdamW(model.parameters()))
