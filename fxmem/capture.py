@@ -26,7 +26,7 @@ from torch.fx.graph_module import _assign_attr
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fxmem.errors import CaptureError, InputError
-from fxmem.fake import FakeWorld, ScalarReads, attributes_restored, no_value_checks
+from fxmem.fake import FakeWorld, ScalarReads, attributes_restored, check_device, no_value_checks
 from fxmem.opaque import Opaque, kept_whole, opaque_call
 from fxmem.regions import Region, Scoped
 from fxmem.replay import Autocast
@@ -109,6 +109,9 @@ def capture(
     """
     args, kwargs = inputs.call()
     _check_arguments(model, args, kwargs)
+    for tensor in (*model.parameters(), *model.buffers(), *inputs.leaves):
+        if isinstance(tensor, torch.Tensor):
+            check_device(tensor.device)
     try:
         with kept_whole() as opaques:
             module = _exported(model, inputs, autocast, dynamic)

@@ -11,7 +11,7 @@ allocate for themselves (cuBLAS and cuDNN workspaces are given as a constant).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 MIN_BLOCK_BYTES = 512
@@ -41,10 +41,11 @@ def segment_bytes(block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorPeaks:
-    """Largest sums over a stream of allocations, in bytes."""
+    """Largest sums over a stream of allocations, in bytes, ``workspace_bytes`` included."""
 
     allocated_bytes: int
     reserved_bytes: int
+    workspace_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -138,11 +139,12 @@ class CachingAllocator:
             block.nbytes = size
 
 
-def allocator_peaks(stream: Iterable[Allocation], workspace_bytes: int = 0) -> AllocatorPeaks:
-    """Return the peaks of ``stream``, with ``workspace_bytes`` of library workspace allocated before it."""
+def allocator_peaks(stream: Iterable[Allocation], workspaces: Sequence[int] = ()) -> AllocatorPeaks:
+    """Return the peaks of ``stream``, with library workspaces of so many bytes each allocated before it."""
     allocator = CachingAllocator()
-    allocator.alloc(-1, workspace_bytes)
-    allocated = reserved = 0
+    for i, nbytes in enumerate(workspaces):
+        allocator.alloc(~i, nbytes)
+    allocated, reserved = allocator.allocated_bytes, allocator.reserved_bytes
     for kind, key, nbytes in stream:
         if kind == "alloc":
             allocator.alloc(key, nbytes)
@@ -150,9 +152,12 @@ def allocator_peaks(stream: Iterable[Allocation], workspace_bytes: int = 0) -> A
             allocator.free(key)
         allocated = max(allocated, allocator.allocated_bytes)
         reserved = max(reserved, allocator.reserved_bytes)
-    return AllocatorPeaks(allocated, reserved)
+    return AllocatorPeaks(allocated, reserved, sum(workspaces))
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """Return PyTorch's default cuBLAS workspace of one handle and stream: 32 MiB on Hopper, else 8.125 MiB."""
+    """Return PyTorch's default cuBLAS workspace of one handle and stream: 32 MiB on Hopper, else 8.125 MiB.
+
+    cuBLASLt shares it. Handles belong to threads, so a training step has two: the caller's and autograd's.
+    """
     return 4096 * 8 * 1024 if compute_capability[0] == 9 else 4096 * 1024 * 2 + 16 * 1024 * 8

@@ -17,6 +17,7 @@ import torch
 from fxmem.batch import batch_dims, largest_batch, resized
 from fxmem.budget import parse_bytes
 from fxmem.capture import Inputs, capture
+from fxmem.cuda import Allocation, AllocatorPeaks, allocator_peaks, cublas_workspace_bytes
 from fxmem.errors import InputError
 from fxmem.fake import FakeWorld
 from fxmem.pipeline import Settings, frontier_of, profile_model
@@ -81,6 +82,8 @@ class Estimate:
     ``peak_bytes`` by ``breakdown.held_by_code_bytes``."""
     floor_bytes: int
     """The least peak any plan reaches."""
+    cuda: AllocatorPeaks | None
+    """For a step on CUDA: what the caching allocator makes of it (:mod:`fxmem.cuda`), cuBLAS's workspaces included."""
     _peak_at_batch: Callable[[int, bool], int] = field(repr=False)
 
     def fits(self, budget: int | str) -> bool:
@@ -101,7 +104,15 @@ class Estimate:
         return (
             f"peak {self.peak_bytes / 1e9:.4f} GB at {self.peak_at}\n{rows}\n"
             f"least reachable with recomputation {self.floor_bytes / 1e9:.4f} GB"
+            + ("" if self.cuda is None else _cuda_text(self.cuda))
         )
+
+
+def _cuda_text(peaks: AllocatorPeaks) -> str:
+    return (
+        f"\nof CUDA's caching allocator: allocated {peaks.allocated_bytes / 1e9:.4f} GB, reserved "
+        f"{peaks.reserved_bytes / 1e9:.4f} GB (cuBLAS workspaces {peaks.workspace_bytes / 1e9:.4f} GB in both)"
+    )
 
 
 def estimate(
@@ -120,8 +131,11 @@ def estimate(
 ) -> Estimate:
     """Return what one training step of ``model`` takes, without running it.
 
-    ``model`` may lie on the meta device (it is then taken to be on ``device``, CPU by default, which must be a device
-    this build of torch knows) or be made under a ``FakeTensorMode``; it must be in training mode. The other arguments
+    ``model`` may lie on the meta device (it is then taken to be on ``device``, CPU by default) or be made under a
+    ``FakeTensorMode``; it must be in training mode. ``device="cuda"`` where torch finds no CUDA, or the model is on the
+    CPU, has the step on the CPU counted as CUDA's allocator would: ``Estimate.cuda``. What differs from a step on a
+    device: the CPU's kernels are chosen (attention saves other internals, norms other dtypes), the step counters of an
+    optimizer count as on the device, and cuDNN's workspaces are missing. The other arguments
     are those of :func:`fxmem.optimize`. Gradients are taken to be absent at the start of the step
     (``zero_grad(set_to_none=True)``), or with ``accumulate`` to be there, as left by an earlier micro-batch; the
     optimizer's and the scaler's state is there. Sparse gradients count by as many entries as the batch has, as before
@@ -135,11 +149,14 @@ def estimate(
     tensors = [leaf for leaf in inputs.leaves if isinstance(leaf, torch.Tensor)]
     if not tensors:
         raise InputError("the example holds no tensor; pass one call's arguments as example_args and example_kwargs")
-    world = FakeWorld(inputs.leaves, "cpu" if device is None else device)
+    on_cuda = torch.device("cpu" if device is None else device).type == "cuda"
+    world = FakeWorld(inputs.leaves, "cpu" if device is None or (on_cuda and not torch.cuda.is_available()) else device)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tensors)):
         inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
     device_type = next(leaf.device.type for leaf in inputs.leaves if isinstance(leaf, torch.Tensor))
     region = None if autocast is None else Autocast(device_type, autocast)
+    on_cuda |= device_type == "cuda"
+    events: list[Allocation] = []
     settings = Settings(
         budget_bytes=None,
         step=step,
@@ -159,7 +176,7 @@ def estimate(
         captured = capture(model, inputs, region)
         graph_profile = profile_model(model, captured, inputs, replace(settings, inplace=False)).profile
         planned_profile = profile_model(model, captured, inputs, settings).profile
-        peak_bytes = eager_peak_bytes(model, captured, inputs, step)
+        peak_bytes = eager_peak_bytes(model, captured, inputs, step, lambda *event: events.append(event))
     plan = keep_all(graph_profile)
     timeline = simulate(graph_profile, plan, with_steps=True)
 
@@ -185,8 +202,15 @@ def estimate(
         breakdown=breakdown_of(graph_profile, timeline.peak_step, peak_bytes),
         timeline=timeline,
         floor_bytes=frontier_of(planned_profile, settings)[-1].peak_bytes,
+        cuda=allocator_peaks(events, _workspaces()) if on_cuda else None,
         _peak_at_batch=peak_at_batch,
     )
+
+
+def _workspaces() -> tuple[int, int]:
+    """Return cuBLAS's workspaces of a step on this machine's device; where there is none, the largest any device has."""
+    nbytes = cublas_workspace_bytes(torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0))
+    return nbytes, nbytes
 
 
 def place_of(profile: GraphProfile, tick: int) -> Place:

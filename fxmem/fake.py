@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from fxmem.errors import InputError
+
 aten = torch.ops.aten
 
 
@@ -86,6 +88,17 @@ class FakeWorld:
             stack.enter_context(TruerFakes())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())
             yield
+
+
+def check_device(device: torch.device) -> torch.device:
+    """Return ``device``. Errors: ``InputError`` if it is CUDA and there is none: autograd would end the process."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            f"a tensor is on {device}, but this torch ({torch.__version__}) finds no CUDA device, and autograd cannot run "
+            "without one, not even on fakes; make the model on the meta device or the CPU and pass device='cuda' to "
+            "fxmem.estimate to have it counted as on CUDA"
+        )
+    return device
 
 
 @contextmanager

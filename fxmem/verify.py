@@ -15,7 +15,7 @@ from fxmem.capture import Captured, Inputs
 from fxmem.errors import VerificationError
 from fxmem.fake import FakeWorld, ScalarReads
 from fxmem.step import BARE, TrainingStep, run_step, warm_fake_step
-from fxmem.track import StorageTracker, tensors_of
+from fxmem.track import Listener, StorageTracker, tensors_of
 from fxmem.types import Timeline, Verification
 
 
@@ -44,14 +44,19 @@ def verify(
     return Verification(timeline.peak_bytes, peak_bytes)
 
 
-def eager_peak_bytes(model: torch.nn.Module, captured: Captured, inputs: Inputs, step: TrainingStep) -> int:
-    """Return the peak of the original model's own training step, in bytes."""
+def eager_peak_bytes(
+    model: torch.nn.Module, captured: Captured, inputs: Inputs, step: TrainingStep, listener: Listener | None = None
+) -> int:
+    """Return the peak of the original model's own training step, in bytes.
+
+    ``listener`` is told of every allocation and free, first of those that are there at the start.
+    """
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
         return model(*args, **kwargs)
 
-    return fake_peak_bytes(forward, model, model, captured, inputs, step)
+    return fake_peak_bytes(forward, model, model, captured, inputs, step, listener)
 
 
 def fake_peak_bytes(
@@ -61,6 +66,7 @@ def fake_peak_bytes(
     captured: Captured,
     inputs: Inputs,
     step: TrainingStep,
+    listener: Listener | None = None,
 ) -> int:
     """Return the tracked peak of a training step of ``forward(fake leaves)``, whose state lies in ``module``.
 
@@ -68,7 +74,7 @@ def fake_peak_bytes(
     """
     world = FakeWorld(inputs.leaves)
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
-    tracker = StorageTracker()
+    tracker = StorageTracker(listener)
     pairs = [(p, world.fake(p)) for p in captured.parameters]
     state = [world.fake(t) for t in (*owner.parameters(), *owner.buffers())]
 

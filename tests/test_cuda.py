@@ -1,13 +1,15 @@
 """The caching allocator's rules, on streams worked out by hand, and, where there is a device, against the real one."""
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import fxmem
-from fxmem.cuda import CachingAllocator, allocator_peaks, cublas_workspace_bytes, rounded, segment_bytes
+from fxmem.cuda import Allocation, CachingAllocator, allocator_peaks, cublas_workspace_bytes, rounded, segment_bytes
 from fxmem.step import run_step
 
 MIB = 1 << 20
@@ -81,6 +83,68 @@ def test_random_streams_keep_the_books() -> None:
 def test_the_workspace_of_cublas_depends_on_the_device() -> None:
     assert cublas_workspace_bytes((9, 0)) == 32 * MIB
     assert cublas_workspace_bytes((8, 0)) == 8519680
+
+
+# -- steps recorded from models ------------------------------------------------------------------------------------------
+
+TRACES = Path(__file__).parent / "data"
+"""One training step each, AdamW, on CPU: a list of ``[storage, bytes]``, negative where it is freed; in order."""
+
+
+def recorded(name: str) -> list[Allocation]:
+    events = json.loads((TRACES / f"{name}_step.json").read_text())
+    return [("alloc" if nbytes > 0 else "free", key, abs(nbytes)) for key, nbytes in events]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt2"])
+def test_a_recorded_step_replays_to_the_same_peaks_between_its_bounds(name: str) -> None:
+    stream = recorded(name)
+    requested = peak_requested = rounded_live = peak_rounded = 0
+    for kind, _, nbytes in stream:
+        sign = 1 if kind == "alloc" else -1
+        requested += sign * nbytes
+        rounded_live += sign * rounded(nbytes)
+        peak_requested, peak_rounded = max(peak_requested, requested), max(peak_rounded, rounded_live)
+    peaks = allocator_peaks(stream)
+    assert peaks == allocator_peaks(stream)
+    assert peak_requested <= peak_rounded <= peaks.allocated_bytes <= peaks.reserved_bytes
+    assert peaks.reserved_bytes % (2 * MIB) == 0
+    assert peaks.reserved_bytes < 1.6 * peak_requested  # the cache is not wasteful on a step of few sizes
+    with_workspace = allocator_peaks(stream, (32 * MIB, 32 * MIB))
+    assert with_workspace.allocated_bytes == peaks.allocated_bytes + with_workspace.workspace_bytes
+    assert with_workspace.reserved_bytes == peaks.reserved_bytes + 64 * MIB
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt2"])
+def test_a_second_step_in_the_cache_of_the_first_reserves_nothing_more_for_equal_requests(name: str) -> None:
+    """Blocks that the first step left serve the second where sizes recur; a cache that forgot would double."""
+    first = recorded(name)
+    living = {key for kind, key, _ in first if kind == "alloc"} - {key for kind, key, _ in first if kind == "free"}
+    stream = [*first, *(("free", key, 0) for key in living), *first]
+    assert allocator_peaks(stream).reserved_bytes == allocator_peaks(first).reserved_bytes
+
+
+def test_an_estimate_for_cuda_carries_rounded_and_reserved_bytes() -> None:
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).train(), torch.randn(64, 512)
+    assert fxmem.estimate(model, x).cuda is None
+    with torch.device("meta"):
+        ghost, ghostly = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).train(), torch.empty(64, 512)
+    for candidate, batch in ((model, x), (ghost, ghostly)):
+        estimate = fxmem.estimate(candidate, batch, device="cuda", optimizer="sgd")
+        assert estimate.cuda is not None
+        assert estimate.cuda.workspace_bytes <= estimate.cuda.allocated_bytes - estimate.peak_bytes < 64 * MIB + MIB
+        assert estimate.cuda.allocated_bytes <= estimate.cuda.reserved_bytes
+        assert f"reserved {estimate.cuda.reserved_bytes / 1e9:.4f} GB" in str(estimate)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_fakes_on_cuda_without_a_device_are_refused_before_autograd_ends_the_process() -> None:
+    with torch._subclasses.FakeTensorMode():
+        model, x = nn.Linear(8, 8, device="meta").train(), torch.empty(2, 8, device="cuda")
+        model.weight, model.bias = (nn.Parameter(torch.empty(*shape, device="cuda")) for shape in ((8, 8), (8,)))
+    for call in (fxmem.estimate, fxmem.optimize):
+        with pytest.raises(fxmem.InputError, match="finds no CUDA device"):
+            call(model, x)
 
 
 @pytest.mark.cuda
