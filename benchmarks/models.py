@@ -71,7 +71,8 @@ def import_torchvision() -> Any:
     return importlib.import_module("torchvision")
 
 
-def _library(name: str) -> Any:
+def import_library(name: str) -> Any:
+    """Return the library called ``name``, after torchvision."""
     import_torchvision()  # the others import it too
     return importlib.import_module(name)
 
@@ -284,7 +285,7 @@ def _vit(scale: str) -> nn.Module:
 
 
 def _mixer(scale: str) -> nn.Module:
-    timm = _library("timm")
+    timm = import_library("timm")
     if scale == "gpu":
         return timm.create_model("mixer_b16_224", pretrained=False, drop_rate=0.1, proj_drop_rate=0.1).train()
     mixer = importlib.import_module("timm.models.mlp_mixer").MlpMixer
@@ -302,7 +303,7 @@ def _transformers(
     quick: bool = False,
 ) -> BenchModel:
     def build(scale: str) -> nn.Module:
-        cls = getattr(_library("transformers"), model_class)
+        cls = getattr(import_library("transformers"), model_class)
         sizes = cpu if scale == "cpu" else gpu
         return cls(cls.config_class(**{"vocab_size": 512, **common, **sizes})).train()
 
@@ -313,7 +314,7 @@ def _diffusers_unet() -> BenchModel:
     def build(scale: str) -> nn.Module:
         widths = (32, 64, 64) if scale == "cpu" else (128, 256, 512)
         return (
-            _library("diffusers")
+            import_library("diffusers")
             .UNet2DModel(
                 in_channels=3,
                 out_channels=3,

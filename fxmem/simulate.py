@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 
 from fxmem.types import KEEP, GraphProfile, Phase, Plan, Timeline, TimelineStep
 
@@ -39,7 +41,8 @@ def simulate(profile: GraphProfile, plan: Plan, *, with_steps: bool = False) -> 
     check_limits(profile, plan)
     tables = tables_of(profile)
     run = Run(tables, plan.limits, record=with_steps)
-    run.advance(tables.ticks)
+    first = run.advance_prefix()
+    run.advance(tables.ticks[first:], first)
     steps = tuple(_timeline_step(profile, *step) for step in run.steps or ())
     return Timeline(run.peak_bytes, run.peak_tick, run.recompute_seconds, run.num_recomputed, steps)
 
@@ -49,6 +52,20 @@ def _timeline_step(profile: GraphProfile, tick: int, recipe: int | None, live_by
     node = profile.ticks[tick].node if recipe is None else profile.recipes[recipe].nodes[-1]
     label = profile.nodes[node].name if node is not None else phase.value
     return TimelineStep(phase, label, live_bytes, recipe is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first ticks of a step, up to the first that unpacks or releases: a plan changes them only by what it keeps."""
+
+    live_bytes: tuple[int, ...] = ()
+    """For each tick, its peak if nothing is held but by the forward."""
+    gone: tuple[tuple[int, int], ...] = ()
+    """Storages the forward lets go of in these ticks, each with the tick."""
+    staying: tuple[int, ...] = ()
+    """Storages it still holds after them."""
+    unpacked_later: tuple[int, ...] = ()
+    """Storages that some later tick unpacks, each once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +85,7 @@ class Tables:
     peak_bytes: list[int]
     capture_peak_bytes: list[int]
     ticks: list[TickRow]
+    prefix: Prefix = Prefix()
 
 
 _latest: tuple[GraphProfile, Tables] | None = None  # the tables of the profile asked for last
@@ -83,8 +101,10 @@ def tables_of(profile: GraphProfile) -> Tables:
 
 def _make_tables(profile: GraphProfile) -> Tables:
     storages, recipes = profile.storages, profile.recipes
+    nbytes = [s.nbytes for s in storages]
+    ticks = [(t.unpacks, t.start_bytes, t.peak_bytes, t.creates, t.lets_go, t.releases) for t in profile.ticks]
     return Tables(
-        nbytes=[s.nbytes for s in storages],
+        nbytes=nbytes,
         num_saves=[s.num_saves for s in storages],
         internal=[s.internal for s in storages],
         position=[NO_RECIPE if s.recipe is None else s.recipe for s in storages],
@@ -94,8 +114,25 @@ def _make_tables(profile: GraphProfile) -> Tables:
         seconds=[r.seconds for r in recipes],
         peak_bytes=[r.peak_bytes for r in recipes],
         capture_peak_bytes=[r.capture_peak_bytes for r in recipes],
-        ticks=[(t.unpacks, t.start_bytes, t.peak_bytes, t.creates, t.lets_go, t.releases) for t in profile.ticks],
+        ticks=ticks,
+        prefix=_prefix_of(ticks, nbytes),
     )
+
+
+def _prefix_of(ticks: list[TickRow], nbytes: list[int]) -> Prefix:
+    held: dict[int, None] = {}
+    held_bytes, live_bytes, gone = 0, [], []
+    for tick, (unpacks, _, peak_bytes, creates, lets_go, releases) in enumerate(ticks):
+        if unpacks or releases:
+            break
+        live_bytes.append(held_bytes + peak_bytes)
+        held |= dict.fromkeys(creates)
+        gone += [(s, tick) for s in lets_go if s in held]
+        held_bytes += sum(nbytes[s] for s in creates) - sum(nbytes[s] for s in lets_go if s in held)
+        for s in lets_go:
+            held.pop(s, None)
+    later = dict.fromkeys(s for row in ticks for s in row[0])
+    return Prefix(tuple(live_bytes), tuple(gone), tuple(held), tuple(later))
 
 
 class Run:
@@ -129,6 +166,43 @@ class Run:
                     seen.add(i)
                     stack.append(i)
 
+    def advance_prefix(self) -> int:
+        """Live through the ticks of ``tables.prefix``, all at once; return their number."""
+        prefix, full, owners, nbytes = self.tables.prefix, self.full, self.owners, self.tables.nbytes
+        num_ticks = len(prefix.live_bytes)
+        change = [0] * (num_ticks + 1)
+        for s, tick in prefix.gone:
+            if full[s] and owners[s]:
+                self.alive[s] = True
+                change[tick + 1] += nbytes[s]
+        for s in prefix.staying:
+            self.in_forward[s] = self.alive[s] = True
+        if not num_ticks:
+            return 0
+        kept_bytes = list(accumulate(change))
+        live_bytes = list(map(add, prefix.live_bytes, kept_bytes))
+        self.managed_bytes = kept_bytes[-1] + sum(nbytes[s] for s in prefix.staying)
+        self.peak_bytes = max(live_bytes)
+        self.peak_tick = live_bytes.index(self.peak_bytes)
+        if self.steps is not None:
+            self.steps += [(tick, None, live) for tick, live in enumerate(live_bytes)]
+        return num_ticks
+
+    def least_seconds(self) -> float:
+        """Return, of a step that has not begun its backward, a lower bound of its recompute seconds.
+
+        What is unpacked while empty, and all that is empty on the way to it, is made at least once.
+        """
+        tables, full = self.tables, self.full
+        stack = [s for s in tables.prefix.unpacked_later if not full[s]]
+        seen = set(stack)
+        while stack:
+            for i in tables.slot_inputs[stack.pop()]:
+                if not full[i] and i not in seen:
+                    seen.add(i)
+                    stack.append(i)
+        return sum(tables.seconds[p] for p in {tables.position[s] for s in seen})
+
     def advance(self, ticks: Sequence[TickRow], first: int = 0) -> None:
         """Live through ``ticks``, the first of which has number ``first``."""
         full, owners, alive, in_forward = self.full, self.owners, self.alive, self.in_forward
@@ -154,7 +228,11 @@ class Run:
             for s in releases:
                 owners[s] -= 1
                 if not owners[s]:
-                    self._drop_slot(s)
+                    if not full[s]:
+                        self._drop_slot(s)
+                    elif alive[s] and not in_forward[s]:
+                        alive[s] = False
+                        self.managed_bytes -= nbytes[s]
 
     def _drop_slot(self, slot: int) -> None:
         """A slot without owner goes; if it was empty, it lets go of its inputs (a chain of slots may follow)."""
@@ -174,34 +252,40 @@ class Run:
 
     def _recompute(self, target: int, unmanaged_bytes: int) -> None:
         """Run the recipes of every empty storage that ``target`` needs (rule 4)."""
-        positions, readers = self._needed(target)
-        tables, full, owners, limits = self.tables, self.full, self.owners, self.limits
+        tables, full, owners, limits, alive = self.tables, self.full, self.owners, self.limits, self.alive
+        nbytes, internal = tables.nbytes, tables.internal
         target_position = tables.position[target]
+        positions, readers = self._needed(target)
         for p in positions:
-            made = [s for s in tables.products[p] if not full[s] and owners[s]]
-            refilled = [s for s in made if s == target or target_position <= limits[s]]
-            self._observe_recipe(p, refilled, unmanaged_bytes)
+            inputs, refilled, capture = tables.inputs[p], [], False
+            for s in tables.products[p]:
+                if not full[s] and owners[s] and (s == target or target_position <= limits[s]):
+                    refilled.append(s)
+                    capture = capture or internal[s]
+            self._observe_recipe(p, capture, unmanaged_bytes)
             for s in tables.products[p]:
                 if s in refilled or readers.get(s, 0) > 0:
-                    self.alive[s] = True
-                    self.managed_bytes += tables.nbytes[s]
+                    alive[s] = True
+                    self.managed_bytes += nbytes[s]
             for s in refilled:
                 full[s] = True
-                for i in tables.inputs[p]:
+                for i in inputs:
                     owners[i] -= 1
                     if not owners[i]:
                         self._drop_slot(i)
-            for i in tables.inputs[p]:
+            for i in inputs:
                 if i in readers:
                     readers[i] -= 1
                     held = self.in_forward[i] or (full[i] and owners[i])  # a slot that is gone holds nothing
-                    if not readers[i] and self.alive[i] and not held:
-                        self.alive[i] = False
-                        self.managed_bytes -= tables.nbytes[i]
+                    if not readers[i] and alive[i] and not held:
+                        alive[i] = False
+                        self.managed_bytes -= nbytes[i]
 
     def _needed(self, target: int) -> tuple[list[int], dict[int, int]]:
         """Return the recipes to run, in order, and for each storage they make the number of its readers among them."""
         tables, full = self.tables, self.full
+        if all(map(full.__getitem__, tables.slot_inputs[target])):
+            return [tables.position[target]], {target: 0}
         readers, stack = {target: 0}, [target]
         while stack:
             for i in tables.slot_inputs[stack.pop()]:
@@ -215,9 +299,8 @@ class Run:
                     readers[i] += 1
         return positions, readers
 
-    def _observe_recipe(self, recipe: int, refilled: list[int], unmanaged_bytes: int) -> None:
+    def _observe_recipe(self, recipe: int, capture: bool, unmanaged_bytes: int) -> None:
         tables = self.tables
-        capture = any(tables.internal[s] for s in refilled)
         rise_bytes = tables.capture_peak_bytes[recipe] if capture else tables.peak_bytes[recipe]
         live_bytes = self.managed_bytes + unmanaged_bytes + rise_bytes
         if live_bytes > self.peak_bytes:
@@ -252,6 +335,7 @@ def drop_all(profile: GraphProfile) -> Plan:
 __all__ = [
     "NO_RECIPE",
     "Phase",
+    "Prefix",
     "Run",
     "Tables",
     "TickRow",

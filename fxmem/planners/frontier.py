@@ -7,6 +7,7 @@ fixed set makes plans monotone in the budget: more bytes never cost more seconds
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from fxmem.simulate import Run, Tables, simulate, tables_of
@@ -15,6 +16,8 @@ from fxmem.types import FrontierPoint, GraphProfile, Plan
 MOST_RERUNS = 30
 """A plan that reruns the graph's recipes more often than this, on average, is given up."""
 TICKS_AT_ONCE = 32
+LESS = 1 - 1e-9
+"""Sums of seconds in another order may differ by so much."""
 
 
 class Clock:
@@ -45,31 +48,58 @@ def judge_all(
     """Return the Pareto set of the candidates judged before the clock is over; the first is always judged."""
     tables = tables_of(profile)
     seen: set[tuple[int, ...]] = set()
-    points: list[FrontierPoint] = []
+    front = Front()
     for limits in candidates:
         if limits not in seen:
             seen.add(limits)
-            run = live(tables, limits)
+            run = live(tables, limits, front)
             if run is not None:
-                plan = Plan(planner, limits)
-                points.append(FrontierPoint(plan, run.peak_bytes, run.recompute_seconds))
+                front.add(run.peak_bytes, run.recompute_seconds, limits)
         if clock.over:
             break
-    return pareto(points)
+    return tuple(FrontierPoint(Plan(planner, limits), peak, seconds) for peak, seconds, limits in reversed(front.rows))
 
 
-def live(tables: Tables, limits: Sequence[int]) -> Run | None:
-    """Return the finished run of limits known to fit; None if it reruns recipes again and again.
+class Front:
+    """A Pareto set that grows: rows of (peak bytes, seconds, limits), peaks rising and seconds falling."""
 
-    Late refills of long runs cost time quadratic in their length, to simulate as to train with.
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, float, tuple[int, ...]]] = []
+
+    def beats(self, peak_bytes: int, seconds: float) -> bool:
+        """Tell whether some row has no higher peak and costs no more."""
+        place = bisect_left(self.rows, (peak_bytes + 1,))
+        return place > 0 and self.rows[place - 1][1] <= seconds
+
+    def add(self, peak_bytes: int, seconds: float, limits: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+        """Add a row unless some other beats it (then None is returned); return the limits of rows it beats."""
+        if self.beats(peak_bytes, seconds):
+            return None
+        start = end = bisect_left(self.rows, (peak_bytes,))
+        while end < len(self.rows) and self.rows[end][1] >= seconds:
+            end += 1
+        beaten = [limits for _, _, limits in self.rows[start:end]]
+        self.rows[start:end] = [(peak_bytes, seconds, limits)]
+        return beaten
+
+
+def live(tables: Tables, limits: Sequence[int], front: Front | None = None) -> Run | None:
+    """Return the finished run of limits known to fit; None if it reruns recipes again and again, or ``front`` beats it.
+
+    Late refills of long runs cost time quadratic in their length, to simulate as to train with. Peak and seconds so far
+    are lower bounds, so most runs that a front beats need not be finished.
     """
     run = Run(tables, limits)
+    begin = run.advance_prefix()
+    least_seconds = 0.0 if front is None else LESS * run.least_seconds()
     most_recomputed = MOST_RERUNS * len(tables.inputs) + 1_000
-    for first in range(0, len(tables.ticks), TICKS_AT_ONCE):
-        run.advance(tables.ticks[first : first + TICKS_AT_ONCE], first)
+    for first in range(begin, len(tables.ticks), TICKS_AT_ONCE):
         if run.num_recomputed > most_recomputed:
             return None
-    return run
+        if front is not None and front.beats(run.peak_bytes, max(least_seconds, run.recompute_seconds)):
+            return None
+        run.advance(tables.ticks[first : first + TICKS_AT_ONCE], first)
+    return None if run.num_recomputed > most_recomputed else run
 
 
 def pareto(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxmem.planners.events import events_of
-from fxmem.planners.frontier import MOST_RERUNS
+from fxmem.planners.frontier import MOST_RERUNS, TICKS_AT_ONCE
 from fxmem.planners.search import reached_positions
 from fxmem.simulate import NO_RECIPE, Run, Tables
 from fxmem.types import KEEP
@@ -60,8 +60,8 @@ class Repair:
         run = Run(self.tables, limits, record=True)
         self.num_runs += 1
         ticks, most = self.tables.ticks, MOST_RERUNS * len(self.tables.inputs) + 1_000
-        for first in range(0, len(ticks), 32):
-            run.advance(ticks[first : first + 32], first)
+        for first in range(run.advance_prefix(), len(ticks), TICKS_AT_ONCE):
+            run.advance(ticks[first : first + TICKS_AT_ONCE], first)
             if run.num_recomputed > most:
                 return State(limits, float("inf"), float("inf"), run.peak_bytes, run.peak_tick)
         excess = sum(live - budget_bytes for _, _, live in run.steps or () if live > budget_bytes)

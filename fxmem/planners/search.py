@@ -8,11 +8,10 @@ for free), drop a kept one that does (most bytes for each second), refill later 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations, zip_longest
 
-from fxmem.planners.frontier import Clock, live, pareto
+from fxmem.planners.frontier import Clock, Front, live, pareto
 from fxmem.simulate import NO_RECIPE, Tables, tables_of
 from fxmem.types import KEEP, FrontierPoint, GraphProfile, Plan
 
@@ -31,7 +30,7 @@ def improve(
     for point in evenly(front, max(MOVES_AT_ONCE, num_trials)):
         search.consider(point.plan.limits)
     search.walk(num_trials, clock)
-    found = (FrontierPoint(Plan("search", limits), peak, cost) for peak, cost, limits in search.front)
+    found = (FrontierPoint(Plan("search", limits), peak, cost) for peak, cost, limits in search.front.rows)
     return pareto((*front, *found))
 
 
@@ -46,33 +45,24 @@ class _Search:
         self.tables = tables
         self.last = len(tables.inputs) - 1
         self.created, self.ended = _lifetimes(tables)
-        self.front: list[tuple[int, float, Limits]] = []  # peaks rising, seconds falling
+        self.front = Front()
         self.moves: dict[Limits, Iterator[Limits]] = {}
         self.seen: set[Limits] = set()
 
     def survivors(self) -> list[Limits]:
-        return [limits for _, _, limits in self.front]
+        return [limits for _, _, limits in self.front.rows]
 
     def consider(self, limits: Limits) -> None:
         """Judge a plan; if no other beats it, it joins the front."""
         self.seen.add(limits)
-        run = live(self.tables, limits)
+        run = live(self.tables, limits, self.front)
         if run is None:
             return
-        peak_bytes, seconds = run.peak_bytes, run.recompute_seconds
-        place = bisect_left(self.front, (peak_bytes + 1,))
-        if place and self.front[place - 1][1] <= seconds:
-            return
-        start = place
-        while start and self.front[start - 1][0] == peak_bytes:
-            start -= 1
-        end = start
-        while end < len(self.front) and self.front[end][1] >= seconds:
-            del self.moves[self.front[end][2]]
-            end += 1
-        del self.front[start:end]
-        insort(self.front, (peak_bytes, seconds, limits))
-        self.moves[limits] = self._moves(limits, run.peak_tick)
+        beaten = self.front.add(run.peak_bytes, run.recompute_seconds, limits)
+        if beaten is not None:
+            for other in beaten:
+                del self.moves[other]
+            self.moves[limits] = self._moves(limits, run.peak_tick)
 
     def walk(self, num_trials: int, clock: Clock) -> None:
         """Let the points of the front take turns until trials, time or moves are used up."""
