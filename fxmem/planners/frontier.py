@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from fxmem.simulate import Run, Tables, simulate, tables_of
 from fxmem.types import FrontierPoint, GraphProfile, Plan
 
+Limits = tuple[int, ...]
 MOST_RERUNS = 30
 """A plan that reruns the graph's recipes more often than this, on average, is given up."""
 TICKS_AT_ONCE = 32
@@ -43,11 +44,11 @@ def judge(profile: GraphProfile, planner: str, limits: Sequence[int]) -> Frontie
 
 
 def judge_all(
-    profile: GraphProfile, planner: str, candidates: Iterable[tuple[int, ...]], clock: Clock
+    profile: GraphProfile, planner: str, candidates: Iterable[Limits], clock: Clock
 ) -> tuple[FrontierPoint, ...]:
     """Return the Pareto set of the candidates judged before the clock is over; the first is always judged."""
     tables = tables_of(profile)
-    seen: set[tuple[int, ...]] = set()
+    seen: set[Limits] = set()
     front = Front()
     for limits in candidates:
         if limits not in seen:
@@ -64,14 +65,14 @@ class Front:
     """A Pareto set that grows: rows of (peak bytes, seconds, limits), peaks rising and seconds falling."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, float, tuple[int, ...]]] = []
+        self.rows: list[tuple[int, float, Limits]] = []
 
     def beats(self, peak_bytes: int, seconds: float) -> bool:
         """Tell whether some row has no higher peak and costs no more."""
         place = bisect_left(self.rows, (peak_bytes + 1,))
         return place > 0 and self.rows[place - 1][1] <= seconds
 
-    def add(self, peak_bytes: int, seconds: float, limits: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    def add(self, peak_bytes: int, seconds: float, limits: Limits) -> list[Limits] | None:
         """Add a row unless some other beats it (then None is returned); return the limits of rows it beats."""
         if self.beats(peak_bytes, seconds):
             return None

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxmem.planners.events import events_of
-from fxmem.planners.frontier import MOST_RERUNS, TICKS_AT_ONCE
+from fxmem.planners.frontier import MOST_RERUNS, TICKS_AT_ONCE, Limits
 from fxmem.planners.search import reached_positions
 from fxmem.simulate import NO_RECIPE, Run, Tables
 from fxmem.types import KEEP
 
-Limits = tuple[int, ...]
 NUM_MOVES = 12
 """Moves tried at one step, ..."""
 MOST_MOVES = 150
@@ -56,16 +55,20 @@ class Repair:
             yield state.limits
             yield self._kept_again(state, budget_bytes, end).limits
 
-    def _state(self, limits: Limits, budget_bytes: int) -> State:
+    def _state(self, limits: Limits, budget_bytes: int, most_excess_bytes: float = float("inf")) -> State:
+        """Return what ``limits`` bring; of those that exceed the budget by so much, only that they do."""
         run = Run(self.tables, limits, record=True)
         self.num_runs += 1
         ticks, most = self.tables.ticks, MOST_RERUNS * len(self.tables.inputs) + 1_000
-        for first in range(run.advance_prefix(), len(ticks), TICKS_AT_ONCE):
-            run.advance(ticks[first : first + TICKS_AT_ONCE], first)
-            if run.num_recomputed > most:
+        excess_bytes, seen = 0, 0
+        for first in range(run.advance_prefix(), len(ticks) + TICKS_AT_ONCE, TICKS_AT_ONCE):
+            assert run.steps is not None
+            excess_bytes += sum(live - budget_bytes for _, _, live in run.steps[seen:] if live > budget_bytes)
+            seen = len(run.steps)
+            if run.num_recomputed > most or excess_bytes >= most_excess_bytes:
                 return State(limits, float("inf"), float("inf"), run.peak_bytes, run.peak_tick)
-        excess = sum(live - budget_bytes for _, _, live in run.steps or () if live > budget_bytes)
-        return State(limits, float(excess), run.recompute_seconds, run.peak_bytes, run.peak_tick)
+            run.advance(ticks[first : first + TICKS_AT_ONCE], first)
+        return State(limits, float(excess_bytes), run.recompute_seconds, run.peak_bytes, run.peak_tick)
 
     def _best_move(self, state: State, budget_bytes: int) -> State | None:
         """Return the neighbour that lowers the excess most for each second; one that costs nothing at once."""
@@ -73,7 +76,7 @@ class Repair:
         for number, limits in enumerate(self._moves(state)):
             if best is not None and number >= NUM_MOVES:
                 break
-            other = self._state(limits, budget_bytes)
+            other = self._state(limits, budget_bytes, state.excess_bytes)
             gain, cost = state.excess_bytes - other.excess_bytes, other.seconds - state.seconds
             if gain <= 0.0:
                 continue
@@ -111,7 +114,7 @@ class Repair:
             for limit in (KEEP, last):
                 if state.limits[s] == KEEP or self.num_runs >= end:
                     break
-                other = self._state((*state.limits[:s], limit, *state.limits[s + 1 :]), budget_bytes)
+                other = self._state((*state.limits[:s], limit, *state.limits[s + 1 :]), budget_bytes, 1.0)
                 if other.excess_bytes == 0.0 and other.seconds < state.seconds:
                     state = other
         return state

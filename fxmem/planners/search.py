@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations, zip_longest
 
-from fxmem.planners.frontier import Clock, Front, live, pareto
+from fxmem.planners.frontier import Clock, Front, Limits, live, pareto
 from fxmem.simulate import NO_RECIPE, Tables, tables_of
 from fxmem.types import KEEP, FrontierPoint, GraphProfile, Plan
 
-Limits = tuple[int, ...]
 _Move = tuple[float, int, int]  # rank, storage, new limit
 MOVES_AT_ONCE = 6
 """Moves tried from a point before the next one has its turn."""
