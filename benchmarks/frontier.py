@@ -1,42 +1,54 @@
 """``python -m benchmarks.frontier``: what each peak costs, from eager's down to the floor, beside the design's figures.
 
 Nine architectures at one size each; the whole step is followed allocation by allocation on fakes, without optimizer
-state, op times are an A100's roofline, the step is three times the forward. Printed for each: the floor and
-the bound below which no plan can go, as shares of eager's peak; the extra recompute in percent of the step at peaks of
-75, 50, 35 and 25 % of the way from the floor to eager's peak, once from our own floor and once from the design's (the
-same share of eager's peak for both); and what near-floor peaks cost. The design's figures are those of its prototype, whose
-sizes are not recorded: a share of eager's peak is comparable where the shares of parameters and activations are alike.
+state, op times are an A100's roofline, the step is three times the forward. Printed for each: the floor and the bound
+below which no plan's peak can go, as shares of eager's peak; the extra recompute in percent of the step at peaks of 75,
+50, 35 and 25 % of the way from the floor to eager's peak, once from our own floor and once from the design's (the same
+share of eager's peak for both); and what near-floor peaks cost. The design's figures are those of its prototype, whose
+sizes are not recorded: they compare where parameters and activations have like shares and the bound lets them.
+
+``--floors``: the least measured peaks of sqrt(n), per-block checkpointing, checkpoint_sequential and the compiler's
+partitioner on the comparison's models, beside fxmem's.
+
 Results go to ``benchmarks/results/frontier.json``; a second run goes on where the first stopped (``--again`` does not).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+import fxmem
+from benchmarks import models
+from benchmarks.measure import LEARNING_RATE, SEED, Racer, peak_of
 from benchmarks.models import UNet, cross_entropy, import_library, import_torchvision
-from benchmarks.results_file import RESULTS, machine
+from benchmarks.results_file import RESULTS, load_rows, machine
+from benchmarks.ways import EAGER, Way
 from fxmem.capture import Inputs, capture
 from fxmem.pipeline import Settings, profile_model
 from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.planners.bound import Relaxation
+from fxmem.planners.frontier import Clock
 from fxmem.simulate import tables_of
 from fxmem.timing import PRESETS
-from fxmem.types import FrontierPoint, GraphProfile
+from fxmem.types import GraphProfile
 
 PATH = RESULTS / "frontier.json"
 SHARES = (0.75, 0.5, 0.35, 0.25)
-NEAR = (0.05, 0.03, 0.01, 0.0)
-"""Shares of the span from floor to eager at which near-floor plans are priced."""
+NEAR = (0.1, 0.05, 0.03, 0.01, 0.0)
+"""Shares of the same span at which near-floor plans are priced."""
+PLAN_SECONDS = 600.0
+FLOOR_COLUMNS = ("floor", "certain", "chen_floor", "design_floor", "design_sqrt_floor", "num_recipes", "plan_seconds")
 
 
 @dataclass(frozen=True)
@@ -54,22 +66,24 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """What one architecture's frontier says; percents of the step's time, shares of eager's peak."""
+    """What one architecture's frontier says; percents are of the step's time, floors are shares of eager's peak."""
 
     model: str
     num_recipes: int
     eager_bytes: int
     floor: float
-    bound: float
+    certain: float
     """No plan's peak is lower: parameters, gradients, what backward holds at one time in any case."""
     chen_floor: float
-    percents: tuple[float, ...]
+    percents: list[float | None]
+    bounds: list[float]
+    """No plan recomputes for less (the Lagrangian bound, not tight)."""
+    near_percents: list[float | None]
+    percents_at_design_peaks: list[float | None]
+    """None: the design's peak lies below our floor."""
     design_floor: float
     design_sqrt_floor: float
-    design_percents: tuple[float, ...]
-    percents_at_design_peaks: tuple[float | None, ...]
-    """None: the design's peak lies below our floor."""
-    near_floor_percents: tuple[float, ...]
+    design_percents: list[float]
     num_points: int
     plan_seconds: float
 
@@ -150,6 +164,9 @@ ENTRIES = (
 )  # fmt: skip
 
 
+# -- frontiers -------------------------------------------------------------------------------------------------------------
+
+
 def profile_of(entry: Entry) -> GraphProfile:
     """Return the profile of the entry's step; only parameters and the batch are allocated."""
     model, inputs = entry.build().train(), Inputs.of(*entry.batch())
@@ -158,8 +175,159 @@ def profile_of(entry: Entry) -> GraphProfile:
         optimizer=None,
         loss_fn=entry.loss,
         planner="auto",
-        plan_seconds=120.0,
+        plan_seconds=PLAN_SECONDS,
         hardware=PRESETS["a100"],
         cache=False,
     )
     return profile_model(model, capture(model, inputs), inputs, settings).profile
+
+
+def row_of(entry: Entry) -> Row:
+    """Return the entry's row."""
+    profile = profile_of(entry)
+    start = time.process_time()
+    points = PLANNERS["auto"](profile, seconds=PLAN_SECONDS)
+    plan_seconds = time.process_time() - start
+    relaxation = Relaxation(tables_of(profile))
+    low, high = points[-1].peak_bytes, points[0].peak_bytes
+    unit = profile.step_seconds / 100
+
+    def percent(peak_bytes: float) -> float | None:
+        point = cheapest_within(points, round(peak_bytes))
+        return None if point is None else point.recompute_seconds / unit
+
+    def bound(peak_bytes: int) -> float:
+        cost = percent(peak_bytes)
+        assert cost is not None
+        found = relaxation.bound(peak_bytes, upper_seconds=cost * unit, num_steps=40, clock=Clock(PLAN_SECONDS))
+        return found.seconds / unit
+
+    own = [round(low + share * (high - low)) for share in SHARES]
+    return Row(
+        model=entry.name,
+        num_recipes=len(profile.recipes),
+        eager_bytes=high,
+        floor=low / high,
+        certain=float(relaxation.certain_bytes.max()) / high,
+        chen_floor=PLANNERS["chen"](profile, seconds=PLAN_SECONDS)[-1].peak_bytes / high,
+        percents=[percent(peak) for peak in own],
+        bounds=[bound(peak) for peak in own],
+        near_percents=[percent(low + share * (high - low)) for share in NEAR],
+        percents_at_design_peaks=[percent(high * (entry.floor + s * (1 - entry.floor))) for s in SHARES],
+        design_floor=entry.floor,
+        design_sqrt_floor=entry.sqrt_floor,
+        design_percents=list(entry.percents),
+        num_points=len(points),
+        plan_seconds=plan_seconds,
+    )
+
+
+def print_frontiers(rows: list[dict[str, Any]]) -> None:
+    """Print the rows as two tables."""
+    floors = [[r["model"], *(r[k] for k in FLOOR_COLUMNS)] for r in rows]
+    print(tabulate(floors, headers=["floors, share of eager", *FLOOR_COLUMNS], floatfmt=".3f"))
+    costs = []
+    for r in rows:
+        costs.append([r["model"], "own peaks", *r["percents"], *r["near_percents"]])
+        costs.append(["", "no plan below", *r["bounds"]])
+        costs.append(["", "design's peaks", *r["percents_at_design_peaks"]])
+        costs.append(["", "design", *r["design_percents"]])
+    shares = [f"{share:.0%}" for share in (*SHARES, *NEAR)]
+    print(tabulate(costs, headers=["percent of the step at", "", *shares], floatfmt=".2f", missingval="below floor"))
+
+
+# -- peers' floors ---------------------------------------------------------------------------------------------------------
+
+
+def floor_row(name: str) -> dict[str, Any]:
+    """Return the least whole-step peaks of the peers and of fxmem on a model of the comparison, measured, in bytes.
+
+    Per-block checkpointing and the compiler's partitioner at all of its budgets are taken from the comparison's results
+    (``python -m benchmarks``); checkpoint_sequential is run with every number of segments up to 3 * sqrt(n), fxmem at its
+    floor, here and now.
+    """
+    compared = [row for row in load_rows(RESULTS / "compare_cpu.json") if row.model == name and row.peak_bytes]
+
+    def least(kind: str) -> int | None:
+        return min((row.peak_bytes for row in compared if row.kind == kind and row.peak_bytes), default=None)
+
+    bench = models.get(name)
+    torch.manual_seed(SEED)
+    initial, batch = bench.build("cpu"), bench.batch("cpu")
+    optimizer = torch.optim.SGD(initial.parameters(), lr=LEARNING_RATE)
+    planned = {
+        planner: fxmem.frontier(
+            initial, *batch, optimizer=optimizer, loss_fn=bench.loss, planner=planner, plan_seconds=PLAN_SECONDS
+        )
+        for planner in ("auto", "chen")
+    }
+    floor_bytes = planned["auto"][-1].predicted_peak_bytes
+    sequential = None
+    if bench.chain is not None:
+        most = round(3 * len(bench.chain(copy.deepcopy(initial))) ** 0.5)
+        ways = [Way("checkpoint_sequential", "sequential", float(k)) for k in range(2, most + 1)]
+        sequential = min(peak_of(Racer(way, initial, bench, batch)).tracked_bytes for way in ways)
+    measured = peak_of(Racer(Way("fxmem", "fxmem", float(floor_bytes)), initial, bench, batch)).tracked_bytes
+    return {
+        "model": name,
+        "eager": peak_of(Racer(EAGER, initial, bench, batch)).tracked_bytes,
+        "per block": least("checkpoint"),
+        "sequential, best": sequential,
+        "partitioner, best": least("partitioner"),
+        "sqrt(n)": planned["chen"][-1].predicted_peak_bytes,
+        "fxmem, planned": floor_bytes,
+        "fxmem, measured": measured,
+    }
+
+
+def print_floors(rows: list[dict[str, Any]]) -> None:
+    """Print the floors as shares of eager's peak."""
+    table = [
+        [r["model"], *(v / r["eager"] if v else None for k, v in r.items() if k not in ("model", "eager"))]
+        for r in rows
+    ]
+    headers = ["least peak over eager's", *(k for k in rows[0] if k not in ("model", "eager"))] if rows else []
+    print(tabulate(table, headers=headers, floatfmt=".3f", missingval="-"))
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="models whose name holds this")
+    parser.add_argument(
+        "--floors", action="store_true", help="the peers' least peaks on the comparison's models instead"
+    )
+    parser.add_argument("--again", action="store_true", help="measure what has been measured, too")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    body = json.loads(PATH.read_text(encoding="utf-8")) if PATH.exists() else {"frontiers": [], "floors": []}
+    part = "floors" if options.floors else "frontiers"
+    makers: dict[str, Callable[[], dict[str, Any]]] = (
+        {name: partial(floor_row, name) for name in models.MODELS}
+        if options.floors
+        else {entry.name: partial(_plain, entry) for entry in ENTRIES}
+    )
+    todo = [name for name in makers if options.only in name]
+    for i, name in enumerate(todo):
+        if not options.again and any(row["model"] == name for row in body[part]):
+            continue
+        start = time.perf_counter()
+        row = makers[name]()
+        body[part] = [r for r in body[part] if r["model"] != name] + [row]
+        RESULTS.mkdir(exist_ok=True)
+        PATH.write_text(json.dumps({"machine": machine()} | body, indent=1) + "\n", encoding="utf-8")
+        print(f"[{i + 1}/{len(todo)}] {name}: {time.perf_counter() - start:.0f} s", flush=True)
+    order = list(makers)
+    rows = sorted((r for r in body[part] if r["model"] in todo), key=lambda r: order.index(r["model"]))
+    (print_floors if options.floors else print_frontiers)(rows)
+    return 0
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    return asdict(row_of(entry))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

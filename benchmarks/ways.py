@@ -143,7 +143,7 @@ def _sequential(way: Way, model: nn.Module, bench: BenchModel, batch: Batch, opt
     if bench.chain is None:
         raise NotApplicable("the model is no chain of modules")
     chain = bench.chain(model)
-    segments = round(math.sqrt(len(chain)))
+    segments = round(math.sqrt(len(chain))) if way.amount is None else int(way.amount)
 
     def forward(x: Tensor) -> Tensor:
         return checkpoint_sequential(chain, segments, x, use_reentrant=False)

@@ -15,6 +15,7 @@ from fxmem.planners import PLANNERS
 from fxmem.planners.gap import with_bounds
 from fxmem.policy import Rule, check_policy
 from fxmem.replay import Autocast
+from fxmem.report.plots import plot_frontier
 from fxmem.step import OptimizerLike, TrainingStep, check_step
 from fxmem.timing import COSTS, preset_of
 
@@ -35,6 +36,16 @@ class BudgetPoint:
     """At most so much of the eager step's time could the best of all plans save."""
 
 
+class Frontier(tuple[BudgetPoint, ...]):
+    """The budgets at which the plan changes, falling; a tuple that can be drawn."""
+
+    __slots__ = ()
+
+    def plot(self, axes: Any = None) -> Any:
+        """Return a matplotlib figure of what every budget costs; ``axes``: axes to draw on instead."""
+        return plot_frontier([(p.predicted_peak_bytes, p.overhead_ratio, p.gap_ratio) for p in self], axes)
+
+
 def frontier(
     model: torch.nn.Module,
     example_args: Any = None,
@@ -50,7 +61,7 @@ def frontier(
     cost: str = "auto",
     policy: Sequence[Rule] = (),
     cache: bool = True,
-) -> tuple[BudgetPoint, ...]:
+) -> Frontier:
     """Return the budgets at which the plan changes, falling, from keeping everything to the least peak reachable.
 
     Arguments are those of :func:`fxmem.optimize`. Peaks are planned, not yet verified on the emitted module. Errors:
@@ -79,7 +90,7 @@ def frontier(
     region = None if autocast is None else Autocast(device_type, autocast)
     profile = profile_model(model, capture(model, inputs, region), inputs, settings).profile
     step_seconds = profile.step_seconds or 1.0
-    return tuple(
+    return Frontier(
         BudgetPoint(
             budget_bytes=point.peak_bytes,
             predicted_peak_bytes=point.peak_bytes,

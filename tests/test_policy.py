@@ -238,6 +238,18 @@ def test_the_frontier_falls_from_keeping_everything_and_budgets_are_met() -> Non
     assert 0.0 <= optimized.report.gap_ratio <= middle.overhead_ratio + 1e-9
 
 
+def test_a_frontier_is_drawn_as_the_staircase_it_is() -> None:
+    pytest.importorskip("matplotlib")
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(16, 16), nn.Tanh())))
+    points = fxmem.frontier(model, torch.randn(256, 16), optimizer=None)
+    (axes,) = points.plot().axes
+    stairs = next(line for line in axes.lines if line.get_label() == "fxmem")
+    assert stairs.get_drawstyle() == "steps-pre"  # peaks fall: up to the next higher peak, the lower one's plan is had
+    assert list(stairs.get_ydata()) == pytest.approx([100 * p.overhead_ratio for p in points])
+    peaks = list(stairs.get_xdata())
+    assert peaks[-1] / peaks[0] == pytest.approx(points[-1].budget_bytes / points[0].budget_bytes)
+
+
 def test_keep_all_passes_the_check() -> None:
     graph = random_dag(0, 12)
     check_plan(graph, keep_all(graph))

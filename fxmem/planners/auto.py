@@ -1,7 +1,7 @@
 """The default planner: all others' frontiers merged, then improved by local search.
 
 In: a profile. Out: a frontier. Work is limited by counts that depend on the size of the graph only, so equal profiles get
-equal plans; the clock is the last resort.
+equal plans; the clock, which counts CPU time, is the last resort and far from what ordinary graphs take.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ NUM_REPAIRS = 8
 """Budgets it works on."""
 RELAXATION_SHARES = tuple(k / 16 for k in range(16))
 """Budgets for which the relaxation makes suggestions, as shares of the way from the least peak to eager's."""
-MOST_STEPS = 20
-RELAXATION_WORK = 20_000
-"""Recipes times steps of the relaxation for one budget."""
-MOST_EXACT_RECIPES = 32
+MOST_STEPS, FEWEST_STEPS = 20, 5
+"""Steps of the relaxation for one budget; graphs too long for the fewest do without it."""
+RELAXATION_WORK = 5_000
+"""Recipes times steps."""
+MOST_EXACT_RECIPES = 50
 """Up to here the integer program is asked too."""
-EXACT_WORK = 160
-"""Recipes times budgets it is asked about, ..."""
-EXACT_BRANCHES = 60
-"""... how far it may branch for each, ..."""
-EXACT_SECONDS = 1.0
-"""... and for how long, should that take longer than ever seen."""
+FEWEST_EXACT, EXACT_WORK = 2, 64
+"""Least number of budgets it is asked about, recipes times budgets, ..."""
+EXACT_BRANCHES = 100_000
+"""... how far it may branch for each, times the cube of the recipes, ..."""
+EXACT_SECONDS = 60.0
+"""... and for how long, should that take far longer than ever seen."""
+UNLIKE = 0.01
+"""Budgets that differ by so much are worth asking about separately."""
 
 
 def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, ...]:
@@ -63,7 +66,7 @@ def _suggested(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: 
     relaxation, last = Relaxation(tables), len(tables.inputs) - 1
     low, high = points[-1].peak_bytes, points[0].peak_bytes
     num_steps = min(MOST_STEPS, RELAXATION_WORK // max(1, len(tables.inputs)))
-    for share in RELAXATION_SHARES:
+    for share in RELAXATION_SHARES if num_steps >= FEWEST_STEPS else ():
         budget_bytes = round(low + share * (high - low))
         cost = next(p.recompute_seconds for p in points if p.peak_bytes <= budget_bytes)
         bound = relaxation.bound(budget_bytes, upper_seconds=cost, num_steps=num_steps, clock=clock)
@@ -102,24 +105,41 @@ def _steps(points: tuple[FrontierPoint, ...]) -> Iterator[tuple[float, int]]:
 
 
 def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> tuple[FrontierPoint, ...]:
-    """Return the points and what the integer program finds where most may be missing, improved by search once more.
+    """Return the points and what the integer program finds where most may be missing, improved by search once more."""
+    relaxation, num_recipes = Relaxation(tables_of(profile)), max(1, len(profile.recipes))
+    done: list[int] = []
+    for _ in range(max(FEWEST_EXACT, EXACT_WORK // num_recipes)):
+        asked = _widest_gap(points, relaxation, done, clock)
+        if asked is None or clock.over:
+            break
+        budget_bytes, cost = asked
+        done.append(budget_bytes)
+        limits = ilp.best_limits(
+            profile,
+            budget_bytes,
+            seconds=min(EXACT_SECONDS, clock.left_seconds),
+            num_branches=max(1, EXACT_BRANCHES // num_recipes**3),
+            upper_seconds=cost,
+        )
+        if limits is not None:
+            points = pareto((*points, *judge_all(profile, "ilp", [limits], clock)))
+    return improve(profile, points, num_trials=MOST_TRIALS // 2, clock=clock) if done else points
 
-    It is asked about the largest budgets for which a point is the best known: just below the next point's peak.
+
+def _widest_gap(
+    points: tuple[FrontierPoint, ...], relaxation: Relaxation, done: list[int], clock: Clock
+) -> tuple[int, float] | None:
+    """Return the budget, unlike those done, whose best point may be farthest from the optimum, and that point's seconds.
+
+    Budgets asked about are the largest for which a point is the best known (just below the next point's peak), and the
+    least peak.
     """
-    relaxation = Relaxation(tables_of(profile))
-    steps = []
-    for higher, point in pairwise(points):
-        for budget_bytes in {higher.peak_bytes - 1, point.peak_bytes}:
-            cost = point.recompute_seconds
+    budgets = [(higher.peak_bytes - 1, point.recompute_seconds) for higher, point in pairwise(points)]
+    budgets.append((points[-1].peak_bytes, points[-1].recompute_seconds))
+    gaps = []
+    for budget_bytes, cost in budgets:
+        if all(abs(budget_bytes - other) > UNLIKE * other for other in done):
             bound = relaxation.bound(budget_bytes, upper_seconds=cost, num_steps=10, clock=clock)
-            steps.append((bound.seconds - cost, budget_bytes, cost))
-    plans = []
-    for gap, budget_bytes, cost in sorted(steps)[: EXACT_WORK // max(1, len(profile.recipes))]:
-        if gap < 0.0 and not clock.over:
-            limit = min(EXACT_SECONDS, clock.left_seconds)
-            limits = ilp.best_limits(
-                profile, budget_bytes, seconds=limit, num_branches=EXACT_BRANCHES, upper_seconds=cost
-            )
-            plans += [] if limits is None else [limits]
-    better = pareto((*points, *judge_all(profile, "ilp", plans, clock)))
-    return improve(profile, better, num_trials=MOST_TRIALS // 2, clock=clock)
+            gaps.append((cost - bound.seconds, budget_bytes, cost))
+    gap, budget_bytes, cost = max(gaps, default=(0.0, 0, 0.0))
+    return (budget_bytes, cost) if gap > 0.0 else None

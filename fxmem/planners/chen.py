@@ -25,7 +25,7 @@ MAX_DEPTH = 12
 
 
 def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, ...]:
-    """Return the Pareto set of all segmentations tried, within ``seconds`` of wall time."""
+    """Return the Pareto set of all segmentations tried, within ``seconds`` of CPU time."""
     return judge_all(profile, "chen", _candidates(profile), Clock(seconds))
 
 

@@ -22,14 +22,17 @@ LESS = 1 - 1e-9
 
 
 class Clock:
-    """A deadline: the last resort of planners, whose work is otherwise limited by counts."""
+    """A deadline: the last resort of planners, whose work is otherwise limited by counts.
+
+    It counts the CPU time of this thread, so that a busy machine does not change plans.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+        self._end = time.thread_time() + seconds
 
     @property
     def left_seconds(self) -> float:
-        return max(0.0, self._end - time.monotonic())
+        return max(0.0, self._end - time.thread_time())
 
     @property
     def over(self) -> bool:

@@ -37,7 +37,7 @@ NUM_TRIALS = 40
 
 
 def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, ...]:
-    """Return the Pareto set over all thinnings of the cuts, within ``seconds`` of wall time."""
+    """Return the Pareto set over all thinnings of the cuts, within ``seconds`` of CPU time."""
     clock = Clock(seconds)
     return judge_all(profile, "intervals", _candidates(profile, clock), clock)
 

@@ -3,7 +3,8 @@
 In: a profile and judged points. Out: a frontier at least as good. It finds what planners that always keep boundaries
 cannot: boundaries that are cheap to recompute, and storages that need not be dropped since they are not there at the
 peak. Moves of a point, most promising first: keep a dropped storage that would not live at the peak's tick (fewer seconds
-for free), drop a kept one that does (most bytes for each second), refill later one that does.
+for free), drop a kept one that does (most bytes for each second), refill later one that does (only when asked for, or
+only by what backward asks for after the peak).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class _Search:
         self.tables = tables
         self.last = len(tables.inputs) - 1
         self.created, self.ended = _lifetimes(tables)
+        self.reached = reached_positions(tables)
         self.front = Front()
         self.moves: dict[Limits, Iterator[Limits]] = {}
         self.seen: set[Limits] = set()
@@ -110,6 +112,7 @@ class _Search:
     def _single_moves(self, limits: Limits, peak_tick: int) -> list[tuple[int, int]]:
         """Return pairs of storage and new limit."""
         tables = self.tables
+        after = self.reached[peak_tick] - 1
         keep: list[_Move] = []
         drop: list[_Move] = []
         later: list[_Move] = []
@@ -120,13 +123,13 @@ class _Search:
             at_peak = self.created[s] < peak_tick <= self.ended[s]
             cost = tables.seconds[position] / tables.nbytes[s]
             if limit == KEEP:
-                (drop if at_peak else rest).append((cost, s, self.last))
-                (drop if at_peak else rest).append((cost, s, position))
+                for other in sorted({self.last, position} | ({after} if position < after < self.last else set())):
+                    (drop if at_peak else rest).append((cost, s, other))
             else:
                 (rest if at_peak else keep).append((-tables.seconds[position], s, KEEP))
-                if position != self.last:
-                    other = position if limit > position else self.last
-                    (later if at_peak and limit > position else rest).append((cost, s, other))
+                for other in sorted({self.last, position, after} - {limit}):
+                    if other >= position:
+                        (later if at_peak and other < limit else rest).append((cost, s, other))
         rows = zip_longest(sorted(keep), sorted(drop), sorted(later))
         ordered = [move for move in chain.from_iterable(rows) if move is not None] + sorted(rest)
         return [(s, limit) for _, s, limit in ordered]

@@ -80,4 +80,6 @@ class _Splicer:
         run = live(self.tables, limits, self.front)
         if run is None:
             return False
-        return self.front.add(run.peak_bytes, run.recompute_seconds, limits) is not None and run.peak_bytes <= most_bytes
+        return (
+            self.front.add(run.peak_bytes, run.recompute_seconds, limits) is not None and run.peak_bytes <= most_bytes
+        )

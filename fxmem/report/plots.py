@@ -6,7 +6,7 @@ of the profile, and what is recomputed lies between the ticks that ask for it. N
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -75,6 +75,31 @@ def plot_memory(before: Timeline, after: Timeline, budget_bytes: int | None, axe
     axes.set_xticks([])
     axes.margins(x=0.01)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=4, frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return _done(axes.figure)
+
+
+def plot_frontier(rows: Sequence[tuple[int, float, float]], axes: Any = None) -> Any:
+    """Return a figure of what every budget costs.
+
+    ``rows``: peak bytes, overhead and how much less the best of all plans could cost, both over the eager step's time;
+    peaks falling. ``axes``: matplotlib axes to draw on instead.
+    """
+    plt = pyplot()
+    if axes is None:
+        _, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    unit, scale = _unit(rows[0][0])
+    x, y = [peak / scale for peak, _, _ in rows], [100 * overhead for _, overhead, _ in rows]
+    least = [max(0.0, 100 * (overhead - gap)) for _, overhead, gap in rows]
+    axes.fill_between(x, least, y, step="pre", color=PLAN_COLOUR, alpha=0.12, label="no plan is below")
+    axes.step(x, y, where="pre", color=PLAN_COLOUR, linewidth=1.6, label="fxmem")
+    axes.plot(x[0], y[0], marker="o", color=EAGER_COLOUR, label="keeping everything")
+    axes.plot(x[-1], y[-1], marker="o", color=BUDGET_COLOUR, label="least peak")
+    axes.set_xlabel(f"peak of the training step, {unit}")
+    axes.set_ylabel("recomputation, % of the step")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     return _done(axes.figure)

@@ -1,0 +1,71 @@
+"""Plans put together from two, and the front that simulated runs are measured against."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fxmem.planners.frontier import Clock, Front, live, pareto
+from fxmem.planners.splice import splice
+from fxmem.simulate import Run, drop_all, keep_all, simulate, tables_of
+from fxmem.types import FrontierPoint, GraphProfile, Plan
+from tests.synthetic import hourglass, random_dag, random_limits, residual_blocks
+
+
+def judged(profile: GraphProfile, plan: Plan) -> FrontierPoint:
+    timeline = simulate(profile, plan)
+    return FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds)
+
+
+@pytest.mark.parametrize("profile", [residual_blocks(12), hourglass(5)], ids=["blocks", "hourglass"])
+def test_splicing_finds_plans_between_keeping_and_dropping_everything(profile: GraphProfile) -> None:
+    points = pareto(judged(profile, make(profile)) for make in (keep_all, drop_all))
+    found = splice(profile, points, num_trials=200, clock=Clock(60.0))
+    assert len(found) > len(points) + 3
+    for point in found:
+        assert judged(profile, point.plan) == point
+    least = [p.recompute_seconds for p in found if p.peak_bytes <= points[-1].peak_bytes]
+    assert min(least) < 0.9 * points[-1].recompute_seconds
+
+
+def test_splicing_tries_no_more_than_it_may() -> None:
+    profile = residual_blocks(12)
+    points = pareto(judged(profile, make(profile)) for make in (keep_all, drop_all))
+    assert splice(profile, points, num_trials=0, clock=Clock(60.0)) == points
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_forward_at_once_is_the_forward_tick_by_tick(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = random_dag(seed, rng.randint(2, 30), reach=rng.randint(1, 7))
+    tables = tables_of(profile)
+    for _ in range(5):
+        limits = random_limits(profile, rng)
+        whole, slow = Run(tables, limits, record=True), Run(tables, limits, record=True)
+        first = whole.advance_prefix()
+        least_seconds = whole.least_seconds()
+        whole.advance(tables.ticks[first:], first)
+        slow.advance(tables.ticks)
+        assert first > 0
+        assert whole.steps == slow.steps
+        assert (whole.peak_bytes, whole.peak_tick) == (slow.peak_bytes, slow.peak_tick)
+        assert (whole.alive, whole.in_forward, whole.managed_bytes) == (slow.alive, slow.in_forward, slow.managed_bytes)
+        assert least_seconds <= slow.recompute_seconds + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_is_given_up_only_if_the_front_beats_it(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = random_dag(seed, 25)
+    tables, front = tables_of(profile), Front()
+    points = []
+    for _ in range(60):
+        limits = random_limits(profile, rng)
+        point = judged(profile, Plan("random", limits))
+        points.append(point)
+        run = live(tables, limits, front)
+        if run is not None:
+            front.add(run.peak_bytes, run.recompute_seconds, limits)
+    best = pareto(points)
+    assert [(p.peak_bytes, p.recompute_seconds) for p in best] == [row[:2] for row in reversed(front.rows)]
