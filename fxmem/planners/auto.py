@@ -25,20 +25,22 @@ MOST_TRIALS = 2_500
 REPAIR_WORK = 180_000
 """Recipes times runs of the repair."""
 MOST_REPAIRS = 3_000
-NUM_REPAIRS = 8
-"""Budgets it works on."""
+REPAIR_SHARES = (0.1, 0.05, 0.02, 0.0)
+"""Budgets it works on first, as shares of the way from the least peak to eager's, ..."""
+NUM_REPAIRS = 10
+"""... and how many in all; the others lie amid the deepest steps."""
 RELAXATION_SHARES = tuple(k / 16 for k in range(16))
 """Budgets for which the relaxation makes suggestions, as shares of the way from the least peak to eager's."""
 MOST_STEPS, FEWEST_STEPS = 20, 5
 """Steps of the relaxation for one budget; graphs too long for the fewest do without it."""
 RELAXATION_WORK = 5_000
 """Recipes times steps."""
-MOST_EXACT_RECIPES = 50
+MOST_EXACT_RECIPES = 24
 """Up to here the integer program is asked too."""
 FEWEST_EXACT, EXACT_WORK = 2, 64
 """Least number of budgets it is asked about, recipes times budgets, ..."""
-EXACT_BRANCHES = 100_000
-"""... how far it may branch for each, times the cube of the recipes, ..."""
+EXACT_BRANCHES = 1
+"""... how far it may branch for each, ..."""
 EXACT_SECONDS = 60.0
 """... and for how long, should that take far longer than ever seen."""
 UNLIKE = 0.01
@@ -77,15 +79,17 @@ def _suggested(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: 
 
 
 def _repaired(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> tuple[FrontierPoint, ...]:
-    """Return the points and better ones, made from points that just exceed a budget, at the deepest steps first."""
+    """Return the points and better ones, made from points that just exceed a budget."""
     repair = Repair(tables_of(profile))
     left = min(MOST_REPAIRS, REPAIR_WORK // max(1, len(profile.recipes)))
+    low, high = points[-1].peak_bytes, points[0].peak_bytes
+    near_floor = [round(low + share * (high - low)) for share in REPAIR_SHARES]
     done: set[int] = set()
     for number in range(NUM_REPAIRS):
         steps = [(s, b) for s, b in _steps(points) if b not in done]
         if not steps or clock.over:
             break
-        _, budget_bytes = max(steps)
+        budget_bytes = near_floor[number] if number < len(near_floor) else max(steps)[1]
         done.add(budget_bytes)
         above = [p for p in reversed(points) if p.peak_bytes > budget_bytes]
         further = next((p for p in above if p.peak_bytes > 1.06 * budget_bytes), above[-1])
@@ -118,7 +122,7 @@ def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Cloc
             profile,
             budget_bytes,
             seconds=min(EXACT_SECONDS, clock.left_seconds),
-            num_branches=max(1, EXACT_BRANCHES // num_recipes**3),
+            num_branches=EXACT_BRANCHES,
             upper_seconds=cost,
         )
         if limits is not None:
