@@ -40,6 +40,7 @@ from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.planners.bound import Relaxation
 from fxmem.planners.frontier import Clock
 from fxmem.simulate import tables_of
+from fxmem.step import TrainingStep
 from fxmem.timing import PRESETS
 from fxmem.types import GraphProfile
 
@@ -172,8 +173,7 @@ def profile_of(entry: Entry) -> GraphProfile:
     model, inputs = entry.build().train(), Inputs.of(*entry.batch())
     settings = Settings(
         budget_bytes=None,
-        optimizer=None,
-        loss_fn=entry.loss,
+        step=TrainingStep(entry.loss),
         planner="auto",
         plan_seconds=PLAN_SECONDS,
         hardware=PRESETS["a100"],
