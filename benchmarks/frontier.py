@@ -226,12 +226,12 @@ def print_frontiers(rows: list[dict[str, Any]]) -> None:
     """Print the rows as two tables."""
     floors = [[r["model"], *(r[k] for k in FLOOR_COLUMNS)] for r in rows]
     print(tabulate(floors, headers=["floors, share of eager", *FLOOR_COLUMNS], floatfmt=".3f"))
-    costs = []
+    costs, blank = [], [""] * len(NEAR)
     for r in rows:
         costs.append([r["model"], "own peaks", *r["percents"], *r["near_percents"]])
-        costs.append(["", "no plan below", *r["bounds"]])
-        costs.append(["", "design's peaks", *r["percents_at_design_peaks"]])
-        costs.append(["", "design", *r["design_percents"]])
+        costs.append(["", "no plan below", *r["bounds"], *blank])
+        costs.append(["", "design's peaks", *r["percents_at_design_peaks"], *blank])
+        costs.append(["", "design", *r["design_percents"], *blank])
     shares = [f"{share:.0%}" for share in (*SHARES, *NEAR)]
     print(tabulate(costs, headers=["percent of the step at", "", *shares], floatfmt=".2f", missingval="below floor"))
 
