@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxmem.capture import Dims, Inputs
 from fxmem.errors import InputError
@@ -40,14 +41,21 @@ def varying_dims(one: Inputs, other: Inputs) -> Dims:
 
 
 def resized(inputs: Inputs, dims: Dims, size: int) -> Inputs:
-    """Return ``inputs`` as fakes whose dimensions ``dims`` have ``size`` entries."""
+    """Return ``inputs`` with ``size`` entries in the dimensions ``dims``: integers and bools repeated, for a model may look
+    at their values, all else as fakes."""
     world = FakeWorld(inputs.leaves)
     leaves = list(inputs.leaves)
-    with world.mode:
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                shape = [size if (i, d) in dims else n for d, n in enumerate(leaf.shape)]
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.is_floating_point() or leaf.is_complex():
+            shape = [size if (i, d) in dims else n for d, n in enumerate(leaf.shape)]
+            with world.mode:
                 leaves[i] = torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+        else:
+            for d, n in enumerate(leaf.shape):
+                if (i, d) in dims:
+                    leaves[i] = leaves[i].index_select(d, torch.arange(size, device=leaf.device) % n)
     return Inputs(tuple(leaves), inputs.spec)
 
 

@@ -31,6 +31,7 @@ from fxmem.opaque import Opaque, kept_whole, opaque_call
 from fxmem.regions import Region, Scoped
 from fxmem.replay import Autocast
 from fxmem.types import Source
+from fxmem.values import KnownValues, Read, all_hold, answered, seeing_values
 
 Dims = frozenset[tuple[int, int]]
 """Dimensions of input leaves, as (leaf, dimension)."""
@@ -68,6 +69,8 @@ class Captured:
     """The model's parameters in its own order, in which an optimizer steps them."""
     autocast_device: str | None = None
     """Device type of the autocast regions inside the model, if there are any."""
+    reads: tuple[Read, ...] = ()
+    """What the model read of its inputs' values; the graph is that of calls that read the same."""
 
     def call(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> Any:
         """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it.
@@ -77,6 +80,10 @@ class Captured:
         """
         with self.scope(), _force_original_view_tracking(True):
             return self.unflatten(graph_module(*leaves))
+
+    def serves(self, inputs: Inputs) -> bool:
+        """True if the model goes this graph's way where it looks at values of ``inputs``."""
+        return all_hold(self.reads, inputs.leaves)
 
     def unflatten(self, leaves: Any) -> Any:
         """Return the model's own output structure around ``leaves``."""
@@ -114,7 +121,7 @@ def capture(
             check_device(tensor.device)
     try:
         with kept_whole() as opaques:
-            module = _exported(model, inputs, autocast, dynamic)
+            module, reads = _exported(model, inputs, autocast, dynamic)
     except CaptureError:
         raise
     except Exception as error:
@@ -125,27 +132,36 @@ def capture(
     assert module._out_spec is not None
     graph_module = _with_unused_state(_flat(module, model, opaques), model)
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
-    captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device)
+    captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device, reads)
     _check_dynamic(model, captured)
     _check(model, captured, inputs)
     return captured
 
 
-def _exported(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims) -> fx.GraphModule:
-    """Export ``model`` along the branches it takes in eager mode; if these cannot be exported, along its own for export."""
+def _exported(
+    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims
+) -> tuple[fx.GraphModule, tuple[Read, ...]]:
+    """Export ``model`` along the branches it takes in eager mode; if these cannot be exported, along its own for export.
+
+    Returned with it: what the model read of the inputs' values on its way.
+    """
     args, kwargs = inputs.call()
     shapes = _dynamic_shapes(model, inputs, dynamic)
 
-    def export(scope: AbstractContextManager[None]) -> fx.GraphModule:
+    def export(values: KnownValues | None) -> tuple[fx.GraphModule, tuple[Read, ...]]:
         region = autocast.enter() if autocast else nullcontext()
+        scope = nullcontext() if values is None else _as_if_eager(model, values)
         with attributes_restored(model), region, no_value_checks(), scope:
             exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
-        return exported.module(check_guards=False)
+        return exported.module(check_guards=False), () if values is None else tuple(values.reads)
 
-    try:
-        return export(_as_if_eager())
-    except Exception:
-        return export(nullcontext())
+    for values in (KnownValues(inputs.leaves, numbers=False), KnownValues(inputs.leaves)):
+        try:
+            return export(values)
+        except Exception:
+            if not values.followed_any:
+                break
+    return export(None)
 
 
 def _check_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -179,14 +195,21 @@ def _check_dynamic(model: torch.nn.Module, captured: Captured) -> None:
 
 
 @contextmanager
-def _as_if_eager() -> Iterator[None]:
-    """Let the model take the branches it takes in eager mode, where it asks whether it is being exported."""
+def _as_if_eager(model: torch.nn.Module, values: KnownValues) -> Iterator[None]:
+    """Let the model take the branches it takes in eager mode, where it looks at values or asks if it is being exported."""
     original = torch.compiler.is_exporting
+
+    def stand_in(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values.stand_in(Inputs.of(args, kwargs).leaves)
+
+    hook = model.register_forward_pre_hook(stand_in, prepend=True, with_kwargs=True)
     torch.compiler.is_exporting = lambda: False
     try:
-        yield
+        with answered(values):
+            yield
     finally:
         torch.compiler.is_exporting = original
+        hook.remove()
 
 
 def _flat(module: fx.GraphModule, model: torch.nn.Module, opaques: list[Opaque]) -> fx.GraphModule:
@@ -323,7 +346,8 @@ def _autograd_nodes(
     with world.state_of(module), world.active(), context, ScalarReads(), _tensor_hooks_noted() as hooks:
         if original:
             args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
-            outputs = tree_leaves(_checked_attributes(module, lambda: module(*args, **kwargs)))
+            with seeing_values(inputs.leaves, fakes):
+                outputs = tree_leaves(_checked_attributes(module, lambda: module(*args, **kwargs)))
         else:
             outputs = tree_leaves(module(*fakes))
     names: Counter[str] = Counter()

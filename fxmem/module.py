@@ -7,6 +7,7 @@ training-mode calls with grad enabled run an emitted graph, all others the origi
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -25,6 +26,9 @@ from fxmem.report import Report
 from fxmem.step import OptimizerLike, TrainingStep, check_step
 from fxmem.timing import COSTS, preset_of
 from fxmem.types import Plan
+
+MANY_WAYS = 8
+"""Of one signature, by the values of inputs: from here on the user hears that planning each takes time."""
 
 
 def optimize(
@@ -116,24 +120,36 @@ class OptimizedModule(torch.nn.Module):
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def compile_for(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
-        """Return what is compiled for the signature of ``inputs``, compiling it on first sight."""
-        key = _signature(self.original, inputs, autocast)
-        compiled = self._compiled.get(key)
+        """Return what is compiled for the signature of ``inputs``, compiling it on first sight.
+
+        A model that looks at its inputs' values has one of these for each way it took.
+        """
+        ways: list[Compiled] = self._compiled.setdefault(_signature(self.original, inputs, autocast), [])
+        compiled = next((way for way in ways if way.captured.serves(inputs)), None)
         if compiled is None:
-            compiled = self._compiled[key] = self._compile(inputs, autocast)
+            compiled = self._compile(inputs, autocast)
+            ways.append(compiled)
+            if len(ways) == MANY_WAYS:
+                warnings.warn(
+                    f"{type(self.original).__name__} looks at values of its inputs and took {MANY_WAYS} different ways "
+                    "for calls of one signature; each is planned anew. Move what looks at values out of the model.",
+                    stacklevel=3,
+                )
         self.__dict__["_latest"] = compiled
-        return cast(Compiled, compiled)
+        return compiled
 
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
         family = _signature(self.original, inputs, autocast, with_sizes=False)
-        known = self._families.get(family)
-        captured = None
+        known: tuple[Captured, Inputs] | None = self._families.get(family)
+        captured: Captured | None = None
         if known is not None:
             captured, example = known
             dims = varying_dims(example, inputs)
             if not dims <= captured.dynamic:
                 captured = _captured_dynamic(self.original, inputs, autocast, dims | captured.dynamic)
+            elif not captured.serves(inputs):
+                captured = None
         if captured is None:
             captured = capture(self.original, inputs, autocast)
         self._families[family] = (captured, inputs)

@@ -17,6 +17,7 @@ from fxmem.fake import FakeWorld, ScalarReads
 from fxmem.step import BARE, TrainingStep, run_step, warm_fake_step
 from fxmem.track import Listener, StorageTracker, tensors_of
 from fxmem.types import Timeline, Verification
+from fxmem.values import seeing_values
 
 
 def verify(
@@ -54,7 +55,8 @@ def eager_peak_bytes(
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
-        return model(*args, **kwargs)
+        with seeing_values(inputs.leaves, leaves):
+            return model(*args, **kwargs)
 
     return fake_peak_bytes(forward, model, model, captured, inputs, step, listener)
 

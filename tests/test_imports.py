@@ -22,6 +22,7 @@ ORDER = (
     "traces",
     "track",
     "fake",
+    "values",
     "regions",
     "replay",
     "step",
@@ -56,7 +57,8 @@ ONLY = {
     "replay": {"types", "errors"},
     "runtime": {"types", "errors", "replay"},
     "step": {"types", "errors", "fake", "replay"},
-    "capture": {"types", "errors", "fake", "regions", "replay", "opaque"},
+    "values": {"types", "errors"},
+    "capture": {"types", "errors", "fake", "values", "regions", "replay", "opaque"},
     "observe": {"types", "errors", "track", "fake", "regions", "replay", "step", "capture"},
     "profile": {"types", "errors", "track", "fake", "regions", "replay", "step", "capture", "observe"},
 }

@@ -1,0 +1,240 @@
+"""What a model reads of its inputs' values: answered while it is captured, and written down as a condition of its graph.
+
+A model may look at values to choose a way: transformers leaves out an attention mask that is all ones, and takes another
+kernel. A graph has one way, so it holds for those calls only that take it. In: a call's real leaves and the fakes that
+stand for them. Out: :class:`Read`, what was read and how to read it from another call's leaves. Values are known of integer
+and bool inputs, of constants the model makes, and of whatever is computed from these alone; not of parameters or floats,
+which change in every step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+MOST_ELEMENTS = 1 << 22
+"""Of a tensor whose values are followed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A tensor computed from a call's leaves: the ``place``-th tensor of ``func(*args, **kwargs)``."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    """With ``Value``, ``Leaf`` and ``Size`` in the places of tensors and symbolic sizes."""
+    kwargs: dict[str, Any]
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An input leaf itself."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """``leaves[leaf].shape[dim]``."""
+
+    leaf: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """One look at values: ``kind`` (such as ``Tensor.__bool__``) of ``value`` was ``seen``."""
+
+    kind: Callable[..., Any]
+    value: Value | Leaf
+    seen: Any
+
+
+def all_hold(reads: Sequence[Read], leaves: Sequence[Any]) -> bool:
+    """True if a call with ``leaves`` sees what ``reads`` saw."""
+    known: dict[int, torch.Tensor] = {}
+
+    def of(value: Value | Leaf) -> torch.Tensor:
+        if isinstance(value, Leaf):
+            tensor: torch.Tensor = leaves[value.index]
+            return tensor
+        if id(value) not in known:
+            args, kwargs = tree_map(given, (value.args, value.kwargs))
+            known[id(value)] = _tensors(value.func(*args, **kwargs))[value.place]
+        return known[id(value)]
+
+    def given(leaf: Any) -> Any:
+        if isinstance(leaf, Value | Leaf):
+            return of(leaf)
+        return leaves[leaf.leaf].shape[leaf.dim] if isinstance(leaf, Size) else leaf
+
+    try:
+        with torch.no_grad():
+            return all(read.kind(of(read.value)) == read.seen for read in reads)
+    except RuntimeError:  # leaves of sizes that these reads are not for
+        return False
+
+
+_BRANCHES = frozenset({torch.Tensor.__bool__})
+_NUMBERS = frozenset(
+    {
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.__index__,
+    }
+)
+_CONSTANTS = frozenset({torch.arange, torch.full, torch.ones, torch.tensor, torch.zeros})
+
+
+class KnownValues(TorchFunctionMode):
+    """Follows the values of ``leaves`` through the body and answers reads of them; ``reads`` has what was read.
+
+    ``numbers``: answer ``item()`` and the like too. Without, only branches are decided, and a number that is read stays
+    a value of the graph where the front end can do that.
+    """
+
+    def __init__(self, leaves: Sequence[Any], *, numbers: bool = True) -> None:
+        super().__init__()
+        self.reads: list[Read] = []
+        self._leaves = leaves
+        self._kinds = _BRANCHES | _NUMBERS if numbers else _BRANCHES
+        self._known = WeakTensorKeyDictionary()
+        """By fake, (how its values follow from the leaves, a real tensor that has them)."""
+        self._sizes: dict[str, Size] = {}
+
+    def stand_in(self, fakes: Sequence[Any]) -> None:
+        """Say which fakes stand for the leaves."""
+        for i, (leaf, fake) in enumerate(zip(self._leaves, fakes, strict=True)):
+            if not isinstance(leaf, torch.Tensor) or not isinstance(fake, torch.Tensor):
+                continue
+            self._sizes.update((str(n), Size(i, d)) for d, n in enumerate(fake.shape) if isinstance(n, torch.SymInt))
+            has_values = not isinstance(leaf, FakeTensor) and not leaf.is_meta and leaf.layout == torch.strided
+            if has_values and not leaf.is_floating_point() and not leaf.is_complex():
+                self._known[fake] = (Leaf(i), leaf)
+
+    @property
+    def followed_any(self) -> bool:
+        """True if the values of any tensor are known."""
+        return len(self._known) > 0
+
+    def knows(self, tensor: object) -> bool:
+        """True if the values of ``tensor`` are known."""
+        return isinstance(tensor, torch.Tensor) and tensor in self._known
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._kinds and self.knows(args[0]):
+            value, real = self._known[args[0]]
+            seen = _without_modes(func, (real,), {})
+            if _varies(value):
+                self.reads.append(Read(func, value, seen))
+            return seen
+        output = func(*args, **kwargs)
+        if _writes(func, kwargs):
+            self._forget(args[0] if args else None, kwargs.get("out"))
+        elif isinstance(output, torch.Tensor | tuple | list):
+            self._follow(func, args, kwargs, output)
+        return output
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = _tensors(output)
+        if not outputs or not (tensors or func in _CONSTANTS) or not all(map(self.knows, tensors)):
+            return
+        if any(t.numel() > MOST_ELEMENTS for t in outputs):
+            return
+        try:
+            value_args, value_kwargs = tree_map(self._value, (args, kwargs))
+            results = _tensors(_without_modes(func, *tree_map(self._real, (args, kwargs))))
+        except Exception:  # a random op, a size that is no input's: what it computes stays unknown
+            return
+        for place, (fake, real) in enumerate(zip(outputs, results, strict=True)):
+            self._known[fake] = (Value(func, value_args, value_kwargs, place), real)
+
+    def _value(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self._known[leaf][0]
+        return self._sizes[str(leaf)] if isinstance(leaf, torch.SymInt) else leaf
+
+    def _real(self, leaf: Any) -> Any:
+        value = self._value(leaf)
+        if isinstance(value, Size):
+            return self._leaves[value.leaf].shape[value.dim]
+        return self._known[leaf][1] if isinstance(leaf, torch.Tensor) else leaf
+
+    def _forget(self, *written: object) -> None:
+        storages = {t.untyped_storage()._cdata for t in written if isinstance(t, torch.Tensor)}
+        for fake in [fake for fake in self._known if fake.untyped_storage()._cdata in storages]:
+            del self._known[fake]
+
+
+@contextmanager
+def answered(values: KnownValues) -> Iterator[None]:
+    """Run the body with reads of known values answered.
+
+    transformers asks whether a tensor is being traced before it looks at its values; here it hears that it is where they
+    are not known.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    original = getattr(masking, "is_tracing", None)
+    if original is not None:
+        masking.is_tracing = lambda tensor=None: not values.knows(tensor)
+    try:
+        with values:
+            yield
+    finally:
+        if original is not None:
+            masking.is_tracing = original
+
+
+@contextmanager
+def seeing_values(leaves: Sequence[Any], fakes: Sequence[Any]) -> Iterator[None]:
+    """Run the body, a call of a model on ``fakes``, as a call on ``leaves`` runs where the model looks at values."""
+    values = KnownValues(leaves)
+    values.stand_in(fakes)
+    with answered(values):
+        yield
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _varies(value: Value | Leaf) -> bool:
+    """True if another call can have another value: it is computed from a leaf, or has the size of one."""
+    if isinstance(value, Leaf):
+        return True
+    parts = tree_leaves((value.args, value.kwargs))
+    return any(isinstance(p, Size) or (isinstance(p, Value | Leaf) and _varies(p)) for p in parts)
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__index__")
+    return in_place or name == "__setitem__" or kwargs.get("out") is not None
+
+
+def _without_modes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return ``func(*args, **kwargs)`` of real tensors, unseen by whoever traces. Errors: if it draws random numbers."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), _NothingRandom():  # type: ignore[no-untyped-call]
+        return func(*args, **kwargs)
+
+
+class _NothingRandom(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError(f"{func} is random")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,123 @@
+"""Models that look at the values of their inputs: each way they take is captured, and taken when eager takes it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxmem
+from fxmem.capture import Inputs, capture
+from tests import zoo
+from tests.exactness import check, differences, run
+
+WIDTH = 8
+
+
+class Masked(nn.Module):
+    """Skips a mask that is all ones, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.linear(x).exp()
+        if (mask == 1).all():
+            return y.sin()
+        return (y * mask[:, None]).tanh()
+
+
+def masks(rows: int) -> tuple[Tensor, Tensor]:
+    ragged = torch.ones(rows, dtype=torch.long)
+    ragged[-1] = 0
+    return torch.ones(rows, dtype=torch.long), ragged
+
+
+@pytest.mark.parametrize("mask", masks(4), ids=["ones", "ragged"])
+def test_each_way_is_eagers(mask: Tensor) -> None:
+    checked = check(Masked, torch.randn(4, WIDTH), mask)
+    assert [read.seen for read in checked.captured.reads] == [mask.all().item()]
+
+
+def test_an_optimized_model_goes_the_way_its_inputs_say() -> None:
+    torch.manual_seed(0)
+    eager = Masked()
+    optimized = fxmem.optimize(Masked(), planner="chen")
+    optimized.load_state_dict(eager.state_dict())
+    for rows in (4, 6, 9):
+        x = torch.randn(rows, WIDTH)
+        for mask in masks(rows) * 2:
+            inputs = Inputs.of((x, mask), {})
+            assert not differences(run(eager, eager, inputs), run(optimized, optimized, inputs))
+    assert sorted(map(len, optimized._compiled.values())) == [2, 2, 2]
+
+
+def test_other_sizes_of_one_way_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimized = fxmem.optimize(Masked(), planner="chen")
+    captures = []
+    monkeypatch.setattr("fxmem.module.capture", lambda *args: captures.append(1) or capture(*args))
+    for rows in (4, 6, 9, 12):
+        optimized(torch.randn(rows, WIDTH), masks(rows)[0]).sum().backward()
+    assert len(captures) == 2  # one for the first size, one that serves all
+
+
+def test_a_model_that_goes_many_ways_is_warned_of() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, start: Tensor) -> Tensor:
+            return self.linear(x[int(start) :]).exp()
+
+    optimized = fxmem.optimize(Shifted(), planner="chen")
+    x = torch.randn(12, WIDTH)
+
+    def agrees(start: int) -> bool:
+        return torch.equal(optimized(x, torch.tensor(start)), optimized.original(x, torch.tensor(start)))
+
+    assert all(agrees(start) for start in range(7))
+    with pytest.warns(UserWarning, match=r"Shifted looks at values .* took 8 different ways"):
+        assert agrees(7)
+
+
+def test_a_value_written_over_is_not_known() -> None:
+    class Overwritten(Masked):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            mine = mask.clone()
+            view = mine[:2]
+            view.copy_(x[:2, 0] > 0)  # a value that follows from floats
+            return super().forward(x, mine)
+
+    with pytest.raises(fxmem.CaptureError, match="depends on the values in tensors"):
+        fxmem.optimize(Overwritten(), (torch.randn(4, WIDTH), masks(4)[0]))
+
+
+def test_a_random_mask_is_not_known() -> None:
+    class Random(Masked):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x, torch.randint_like(mask, 0, 2))
+
+    with pytest.raises(fxmem.CaptureError, match="depends on the values in tensors"):
+        fxmem.optimize(Random(), (torch.randn(4, WIDTH), masks(4)[0]))
+
+
+def test_without_values_the_models_own_general_way_is_captured() -> None:
+    entry = zoo.get("t5")
+    model, (args, kwargs) = entry.build().train(), entry.batch(entry.default_batch)
+    assert capture(model, Inputs.of(args, kwargs)).reads
+    ghosts: dict[str, Any] = {name: torch.empty_like(t, device="meta") for name, t in kwargs.items()}
+    seen = fxmem.estimate(model, args, kwargs, optimizer=None, loss_fn=entry.loss, planner="chen")
+    unseen = fxmem.estimate(model, args, ghosts, optimizer=None, loss_fn=entry.loss, planner="chen")
+    assert seen.peak_bytes < unseen.peak_bytes  # the mask is there
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2_2l", "mixtral"])
+def test_causal_language_models_keep_the_kernel_they_have_in_eager(name: str) -> None:
+    entry = zoo.get(name)
+    captured = capture(entry.build().train(), Inputs.of(*entry.batch(entry.default_batch)))
+    calls = [n for n in captured.graph_module.graph.nodes if "scaled_dot_product_attention" in str(n.target)]
+    masks = [n.args[3] if len(n.args) > 3 else n.kwargs.get("attn_mask") for n in calls]
+    assert len(masks) > 0
+    assert set(masks) == {None}
