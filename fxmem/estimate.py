@@ -22,6 +22,7 @@ from fxmem.errors import InputError
 from fxmem.fake import FakeWorld
 from fxmem.pipeline import Settings, frontier_of, profile_model
 from fxmem.replay import Autocast
+from fxmem.report.text import unit_of
 from fxmem.simulate import keep_all, simulate
 from fxmem.step import LossFn, OptimizerLike, TrainingStep, check_step
 from fxmem.types import GraphProfile, Phase, Timeline
@@ -100,19 +101,20 @@ class Estimate:
         return largest_batch(lambda size: self._peak_at_batch(size, recompute) <= budget_bytes)
 
     def __str__(self) -> str:
-        rows = "\n".join(f"  {kind:<16} {nbytes / 1e9:10.4f} GB" for kind, nbytes in self.breakdown.rows() if nbytes)
-        return (
-            f"peak {self.peak_bytes / 1e9:.4f} GB at {self.peak_at}\n{rows}\n"
-            f"least reachable with recomputation {self.floor_bytes / 1e9:.4f} GB"
-            + ("" if self.cuda is None else _cuda_text(self.cuda))
-        )
+        unit, scale = unit_of(self.peak_bytes)
 
+        def sized(nbytes: int) -> str:
+            return f"{nbytes / scale:.4f} {unit}"
 
-def _cuda_text(peaks: AllocatorPeaks) -> str:
-    return (
-        f"\nof CUDA's caching allocator: allocated {peaks.allocated_bytes / 1e9:.4f} GB, reserved "
-        f"{peaks.reserved_bytes / 1e9:.4f} GB (cuBLAS workspaces {peaks.workspace_bytes / 1e9:.4f} GB in both)"
-    )
+        lines = [f"peak {sized(self.peak_bytes)} at {self.peak_at}"]
+        lines += [f"  {kind:<16} {sized(nbytes):>14}" for kind, nbytes in self.breakdown.rows() if nbytes]
+        lines.append(f"least reachable with recomputation {sized(self.floor_bytes)}")
+        if self.cuda is not None:
+            lines.append(
+                f"of CUDA's caching allocator: allocated {sized(self.cuda.allocated_bytes)}, reserved "
+                f"{sized(self.cuda.reserved_bytes)} (cuBLAS workspaces {sized(self.cuda.workspace_bytes)} in both)"
+            )
+        return "\n".join(lines)
 
 
 def estimate(

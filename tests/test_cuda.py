@@ -134,7 +134,7 @@ def test_an_estimate_for_cuda_carries_rounded_and_reserved_bytes() -> None:
         assert estimate.cuda is not None
         assert estimate.cuda.workspace_bytes <= estimate.cuda.allocated_bytes - estimate.peak_bytes < 64 * MIB + MIB
         assert estimate.cuda.allocated_bytes <= estimate.cuda.reserved_bytes
-        assert f"reserved {estimate.cuda.reserved_bytes / 1e9:.4f} GB" in str(estimate)
+        assert f"reserved {estimate.cuda.reserved_bytes / 1e6:.4f} MB" in str(estimate)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

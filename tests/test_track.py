@@ -41,11 +41,12 @@ def test_measured_and_predicted_timelines_have_the_same_phases_and_peaks(tmp_pat
     run_step(lambda: model(x), None, optimizer)
     with fxmem.track(model, optimizer, x) as memory:
         run_step(lambda: model(x), None, optimizer, on_phase=memory.phase)
-    measured = memory.timeline
+    measured, start_bytes = memory.timeline, memory.start_bytes
     assert measured.peak_bytes == predicted.peak_bytes
     for phase in Phase:
         of_phase = [[s.live_bytes for s in t.steps if s.phase is phase] for t in (measured, predicted)]
         assert max(of_phase[0]) == max(of_phase[1]), phase
+        assert set(of_phase[1]) <= {start_bytes, *of_phase[0]}, phase  # laid over each other, point by point
 
 
 def test_traces_are_readable_by_other_tools(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         saved_ratio = 1 - self.predicted_peak_bytes / self.eager_peak_bytes
-        unit, scale = _unit_of(self)
+        unit, scale = unit_of(self.eager_peak_bytes)
         headline = (
             f"{self.predicted_peak_bytes / scale:.4g} {unit} instead of {self.eager_peak_bytes / scale:.4g} {unit} "
             f"({saved_ratio:.0%} less), about {self.overhead_ratio:.1%} more time a step"
@@ -165,7 +165,7 @@ def _inplace_note(decisions: tuple[InplaceDecision, ...]) -> tuple[str, ...]:
 
 
 def _summary(report: Report) -> list[tuple[str, str]]:
-    _, scale = _unit_of(report)
+    _, scale = unit_of(report.eager_peak_bytes)
 
     def sized(nbytes: int) -> str:
         return f"{nbytes / scale:.4f}"
@@ -187,7 +187,9 @@ def _summary(report: Report) -> list[tuple[str, str]]:
 def _render(report: Report) -> str:
     largest = sorted(report.rows, key=lambda row: -row.nbytes)[:8]
     table = tabulate(
-        _summary(report), headers=("memory of one training step", _unit_of(report)[0]), disable_numparse=True
+        _summary(report),
+        headers=("memory of one training step", unit_of(report.eager_peak_bytes)[0]),
+        disable_numparse=True,
     )
     detail = tabulate(
         [(row.name, f"{row.nbytes / 1e6:.3f}", row.decision, row.reason or row.source) for row in largest],
@@ -207,7 +209,7 @@ def _render(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _unit_of(report: Report) -> tuple[str, float]:
-    """Return (name, bytes) of the unit of a report's table: GB, or a smaller one for a model that is a toy."""
+def unit_of(peak_bytes: int) -> tuple[str, float]:
+    """Return (name, bytes) of the unit to write memory in: GB, or a smaller one for a model that is a toy."""
     units = (("GB", 1e9, 1e8), ("MB", 1e6, 1e5), ("kB", 1e3, 0))
-    return next((name, scale) for name, scale, least in units if report.eager_peak_bytes >= least)
+    return next((name, scale) for name, scale, least in units if peak_bytes >= least)
