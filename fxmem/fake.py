@@ -130,7 +130,8 @@ class TruerFakes(TorchDispatchMode):
 
     On CPU the norms take a reduced-precision input beside fp32 parameters; they then keep their statistics in fp32 and
     return gradients in the input's dtype. The backward of layer_norm returns a contiguous gradient, whatever the
-    strides of its input. The offsets that embedding_bag saves have room for one element more than they show. Sparse
+    strides of its input. The offsets that embedding_bag saves have room for one element more than they show. Two losses
+    are reduced inside the buffer that held them for every element. Sparse
     tensors keep their entries; coalescing is taken to merge none (the real kernel allocates as if it did not).
     """
 
@@ -151,10 +152,14 @@ class TruerFakes(TorchDispatchMode):
             return (_as_dtype(output[0], args[1].dtype), *output[1:])
         if func is aten.native_layer_norm_backward.default and output[0] is not None:
             return (_contiguous(output[0]), *output[1:])
+        if func in _REDUCED_IN_PLACE and output.dim() == 0 and args[0].device.type == "cpu":
+            return output.new_empty(max(1, args[0].numel()))[0]
         if func is aten._embedding_bag.default and output[1].numel() and args[0].device.type == "cpu":
             return (output[0], output[1].new_empty(output[1].numel() + 1)[:-1], *output[2:])
         return output
 
+
+_REDUCED_IN_PLACE = (aten.binary_cross_entropy.default, aten.soft_margin_loss.default)
 
 _NORMS = {
     aten.native_batch_norm.default: 1,

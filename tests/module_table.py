@@ -22,11 +22,8 @@ from fxmem.simulate import drop_all
 from tests.exactness import check, on_the_way, tightest
 
 NUM_SAMPLES = 2
-_REDUCES = "numbers only: the real kernel reduces into storage of another size than its fake"
 NUMBERS_ONLY = {
     "nn.LSTM": "numbers only: the real kernel (oneDNN) keeps a workspace that fake tensors cannot tell",
-    "nn.BCELoss": _REDUCES,
-    "nn.SoftMarginLoss": _REDUCES,
 }
 """Modules whose peak on CPU cannot be foretold, and why; their bits are compared all the same."""
 

@@ -232,6 +232,40 @@ def test_estimates_of_real_models_equal_what_is_measured(name: str, dtype: torch
     )
 
 
+class LastOutput(nn.Module):
+    """A recurrent layer; its output only."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_an_estimate_of_an_lstm_on_the_cpu_lacks_is_onednns_workspace(layers: int) -> None:
+    model, x = LastOutput(nn.LSTM(16, 32, layers)).train(), torch.randn(10, 4, 16)
+    estimate = fxmem.estimate(model, x, optimizer=None)
+    workspaces = 0
+
+    def note(func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        nonlocal workspaces
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            workspaces += output[3].nbytes
+
+    with StorageTracker(on_op=note):
+        model(x)
+    lacking = measured_peak(model, ((x,), {}), None, None) - estimate.peak_bytes
+    assert lacking == workspaces if layers == 1 else 0 < lacking <= workspaces  # not all are alive at the peak
+
+
+@pytest.mark.parametrize("layer", [nn.GRU(16, 32), nn.RNN(16, 32)])
+def test_other_recurrent_layers_are_predicted_to_the_byte(layer: nn.Module) -> None:
+    model, x = LastOutput(layer).train(), torch.randn(10, 4, 16)
+    assert measured_peak(model, ((x,), {}), None, None) == fxmem.estimate(model, x, optimizer=None).peak_bytes
+
+
 def test_a_model_on_the_meta_device_is_estimated_as_the_real_one() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).train()
