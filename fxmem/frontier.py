@@ -10,6 +10,7 @@ import torch
 
 from fxmem.capture import Inputs, capture
 from fxmem.errors import InputError
+from fxmem.measure import may_measure
 from fxmem.pipeline import Settings, frontier_of, profile_model
 from fxmem.planners import PLANNERS
 from fxmem.planners.gap import with_bounds
@@ -82,7 +83,7 @@ def frontier(
         planner=planner,
         plan_seconds=plan_seconds,
         hardware=preset_of(cost),
-        measure=cost == "measure",
+        measure=cost == "measure" or (cost == "auto" and may_measure()),
         policy=check_policy(policy),
         cache=cache,
     )

@@ -1,10 +1,13 @@
 """Seconds per node, measured on the device the model will train on.
 
 In: a :class:`Profiled`. Out: the same with measured times: every op that may be recomputed runs alone on tensors of the
-recorded geometry, each op and geometry once, warm, median of a few runs. Ops that are never re-run keep their roofline
-time, scaled by the median of measured over roofline, since they only matter for the step's total. Known times are kept
-on disk by device, torch version, op and geometry (:mod:`fxmem.cache`). Not modelled: caches warmed by the op before, and
-the values in tensors, which few kernels' times depend on.
+recorded geometry, forward and backward, each op and geometry once, warm, median of a few runs, with caches emptied in
+between since what a step recomputes was last touched long ago. What is not measured (ops that never run again, what
+does not fit in the time or the memory, what fails on made-up values) has its roofline time scaled by the median of
+measured over roofline, of its op if any was measured. On CPU a recipe costs :data:`TAPE_SECONDS` more: there the tape's
+own Python adds to the step, while a GPU works on meanwhile. Known times are kept on disk by device, torch version, op
+and geometry (:mod:`fxmem.cache`), so a second process gets the same ones. ``FXMEM_MEASURE=0`` in the environment keeps
+``cost="auto"`` from measuring. Not modelled: the values in tensors, which few kernels' times depend on.
 """
 
 from __future__ import annotations
@@ -15,73 +18,136 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
 from fxmem import cache as disk
 from fxmem.profile import Profiled
-from fxmem.replay import Autocast, NodeReplay, View, rerunning
+from fxmem.replay import Autocast, NodeReplay, View, as_in_forward, leaves_of, rerunning
 from fxmem.types import NodeProfile
 
 KIND = "times"
 NUM_RUNS = 5
-MOST_SECONDS = 20.0
-"""Of measuring in all; what is not measured by then keeps its roofline time."""
-LONG_SECONDS = 0.05
+MOST_SECONDS = 4.0
+"""Of measuring in all."""
+LONG_SECONDS = 0.02
 """An op that takes longer is run once more only."""
 MOST_SHARE = 0.5
 """Of the free memory that one op's tensors may take."""
+TAPE_SECONDS = 50e-6
+"""Of the tape's Python for one recipe on CPU: hooks in forward, unpacking and setting up the re-run in backward, with
+caches that kernels have used meanwhile."""
+EVICTING_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""What is written between runs: more than a core's own cache, or a GPU's."""
+
+
+class Seconds(NamedTuple):
+    """Of one op."""
+
+    forward: float
+    backward: float
+
+
+def may_measure() -> bool:
+    """Whether op times are measured where the user does not say."""
+    return os.environ.get("FXMEM_MEASURE", "1").lower() not in ("0", "off", "no", "false")
 
 
 def with_measured_times(profiled: Profiled, *, cache: bool = True) -> Profiled:
     """Return ``profiled`` with the times of its own device; unchanged where that device cannot be measured on."""
-    if len(profiled.devices) != 1 or profiled.devices[0].type == "meta":
+    devices = {device.type for device in profiled.devices}
+    if len(profiled.devices) != 1 or not devices <= EVICTING_BYTES.keys():
         return profiled
-    device = profiled.devices[0]
-    measured = _measure_all(profiled, device, cache=cache)
-    nodes = profiled.profile.nodes
-    ratios = [measured[k] / nodes[k].seconds for k in measured if nodes[k].seconds > 0.0]
-    scale = statistics.median(ratios) if ratios else 1.0
-    return _with_seconds(profiled, lambda node: measured.get(node.index, scale * node.seconds))
+    measured = _measure_all(profiled, profiled.devices[0], cache=cache)
+    return _with_seconds(profiled, measured) if measured else profiled
 
 
-def _with_seconds(profiled: Profiled, seconds: Callable[[NodeProfile], float]) -> Profiled:
+def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
     graph = profiled.profile
-    nodes = tuple(dataclasses.replace(node, seconds=seconds(node)) for node in graph.nodes)
-    recipes = tuple(dataclasses.replace(r, seconds=sum(nodes[k].seconds for k in r.nodes)) for r in graph.recipes)
-    backward_seconds = 2 * sum(node.seconds for node in nodes)
+    seconds = [measured.get(node.index) for node in graph.nodes]
+    scale = _scales(graph.nodes, measured)
+    filled = [s or _scaled(node, scale(node.op)) for node, s in zip(graph.nodes, seconds, strict=True)]
+    nodes = tuple(dataclasses.replace(n, seconds=s.forward) for n, s in zip(graph.nodes, filled, strict=True))
+    tape_seconds = TAPE_SECONDS if profiled.devices[0].type == "cpu" else 0.0
+    recipes = tuple(
+        dataclasses.replace(r, seconds=tape_seconds + sum(nodes[k].seconds for k in r.nodes)) for r in graph.recipes
+    )
+    backward_seconds = sum(s.backward for s in filled)
     timed = dataclasses.replace(graph, nodes=nodes, recipes=recipes, backward_seconds=backward_seconds)
     return dataclasses.replace(profiled, profile=timed)
 
 
-def _measure_all(profiled: Profiled, device: torch.device, *, cache: bool) -> dict[int, float]:
-    """Return seconds by node, for the nodes of recipes."""
+def _scales(nodes: tuple[NodeProfile, ...], measured: dict[int, Seconds]) -> Callable[[str], float]:
+    """Return the function from an op to the median of measured over roofline time, of all ops where it has none."""
+    ratios: dict[str, list[float]] = {}
+    for k, seconds in measured.items():
+        if nodes[k].seconds > 0.0:
+            ratios.setdefault(nodes[k].op, []).append(seconds.forward / nodes[k].seconds)
+    overall = statistics.median(r for of_op in ratios.values() for r in of_op) if ratios else 1.0
+    return lambda op: statistics.median(ratios[op]) if op in ratios else overall
+
+
+def _scaled(node: NodeProfile, scale: float) -> Seconds:
+    return Seconds(scale * node.seconds, 2 * scale * node.seconds)
+
+
+# -- what to measure, and what is known -----------------------------------------------------------------------------------
+
+
+class _Job(NamedTuple):
+    """One op on one geometry."""
+
+    name: str
+    node: NodeReplay
+    autocast: Autocast | None
+    roofline_seconds: float
+    """Of all nodes that run it, one run each."""
+
+
+def _measure_all(profiled: Profiled, device: torch.device, *, cache: bool) -> dict[int, Seconds]:
+    """Return seconds by node, for nodes of recipes."""
     key = disk.digest(_device_name(device), torch.__version__, str(torch.get_num_threads()))
     known = _load(key) if cache else {}
     num_known, end = len(known), time.monotonic() + MOST_SECONDS
-    found = {}
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(cuda), torch.enable_grad():
-        for replay in profiled.replays:
-            if replay is None:
-                continue
-            for node in replay.nodes:
-                name = f"{replay.autocast} {_name(node)}"
-                if name not in known and time.monotonic() < end:
-                    seconds = _measure(node, device, replay.autocast)
-                    if seconds is not None:
-                        known[name] = seconds
-                if name in known:
-                    found[node.index] = known[name]
+    names = {node.index: _name(node, replay.autocast) for replay in profiled.replays if replay for node in replay.nodes}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for job in _jobs(profiled, names):
+            if job.name not in known and time.monotonic() + _expected_seconds(job, profiled) < end:
+                seconds = _measure(job.node, device, job.autocast)
+                if seconds is not None:
+                    known[job.name] = seconds
     if cache and len(known) > num_known:
         disk.write(KIND, key, json.dumps(_load(key) | known))
-    return found
+    return {k: known[name] for k, name in names.items() if name in known}
 
 
-def _load(key: str) -> dict[str, float]:
+def _jobs(profiled: Profiled, names: dict[int, str]) -> Iterator[_Job]:
+    """Yield what to measure: for each op first the geometry that weighs most, then the next ones; heavy ops first."""
+    jobs: dict[str, _Job] = {}
+    for replay in profiled.replays:
+        for node in replay.nodes if replay is not None else ():
+            seconds = profiled.profile.nodes[node.index].seconds
+            before = jobs.get(names[node.index])
+            total = seconds + (before.roofline_seconds if before else 0.0)
+            jobs[names[node.index]] = _Job(names[node.index], node, replay.autocast if replay else None, total)
+    by_op: dict[str, list[_Job]] = {}
+    for job in sorted(jobs.values(), key=lambda job: -job.roofline_seconds):
+        by_op.setdefault(str(job.node.target), []).append(job)
+    for rank in range(max(map(len, by_op.values()), default=0)):
+        yield from (of_op[rank] for of_op in by_op.values() if rank < len(of_op))
+
+
+def _expected_seconds(job: _Job, profiled: Profiled) -> float:
+    """Return about how long measuring takes: two runs of a forward and a backward, half as fast as the roofline."""
+    return 2 * 2 * 3 * profiled.profile.nodes[job.node.index].seconds
+
+
+def _load(key: str) -> dict[str, Seconds]:
     try:
-        return {str(name): float(seconds) for name, seconds in json.loads(disk.read(KIND, key) or "{}").items()}
+        known = json.loads(disk.read(KIND, key) or "{}")
+        return {str(name): Seconds(float(forward), float(backward)) for name, (forward, backward) in known.items()}
     except (ValueError, TypeError, AttributeError):
         return {}
 
@@ -90,25 +156,47 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
-def _name(node: NodeReplay) -> str:
+def _name(node: NodeReplay, autocast: Autocast | None) -> str:
     """Equal for nodes that run the same op on the same geometry."""
     places = {place for place, _ in node.refs}
     constants = [repr(leaf) for place, leaf in enumerate(node.leaves) if place not in places]
     views = [(place, str(v.dtype), v.size, v.stride, v.offset, v.requires_grad) for place, v in node.refs]
-    return f"{node.target} {constants} {views}"
+    return f"{autocast} {node.target} {constants} {views}"
 
 
-def _measure(node: NodeReplay, device: torch.device, autocast: Autocast | None) -> float | None:
-    """Return the median time of ``node``; None if it does not run on made-up values or has no room."""
-    needed_bytes = 3 * sum(_num_elements(view) * view.dtype.itemsize for _, view in node.refs)
+# -- one op ---------------------------------------------------------------------------------------------------------------
+
+
+def _measure(node: NodeReplay, device: torch.device, autocast: Autocast | None) -> Seconds | None:
+    """Return the median times of ``node``; None if it does not run on made-up values or has no room."""
+    needed_bytes = 4 * sum(_num_elements(view) * view.dtype.itemsize for _, view in node.refs)
     if needed_bytes > MOST_SHARE * _free_bytes(device):
         return None
     try:
         bases = {view.storage: _made_up(view, device) for _, view in node.refs}
         with rerunning(autocast, (device,)) as saved:
-            return _median_seconds(lambda: node.run(dict(bases), saved), device)
+            forward = _median_seconds(lambda: node.run(dict(bases), saved), device)
+        if node.writes:  # its argument is its output: no gradient can be asked for
+            return Seconds(forward, 2 * forward)
+        return Seconds(forward, _backward_seconds(node, bases, device, autocast))
     except Exception:  # whatever an op may say of made-up values: its roofline time stands
         return None
+
+
+def _backward_seconds(
+    node: NodeReplay, bases: dict[int, torch.Tensor], device: torch.device, autocast: Autocast | None
+) -> float:
+    """Return the median time of the backward of ``node``; 0 if it has none."""
+    with as_in_forward(autocast, (device,)):
+        arguments = [node.argument(view, bases) for _, view in node.refs]
+        outputs = [t for t in leaves_of(node.call(arguments)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    inputs = [t for t in arguments if t.requires_grad]
+    if not outputs or not inputs:
+        return 0.0
+    gradients = [torch.ones_like(t) for t in outputs]
+    return _median_seconds(
+        lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True), device
+    )
 
 
 def _num_elements(view: View) -> int:
@@ -116,11 +204,12 @@ def _num_elements(view: View) -> int:
 
 
 def _made_up(view: View, device: torch.device) -> torch.Tensor:
-    """Small numbers, and zeros where numbers may be indices."""
+    """Random numbers, the same again and again in a large tensor, and zeros where numbers may be indices."""
     count = _num_elements(view)
-    if view.dtype.is_floating_point or view.dtype.is_complex:
-        return torch.rand(count, device=device).to(view.dtype)
-    return torch.zeros(count, dtype=view.dtype, device=device)
+    if not (view.dtype.is_floating_point or view.dtype.is_complex):
+        return torch.zeros(count, dtype=view.dtype, device=device)
+    few = torch.rand(min(count, 1 << 16), device=device).to(view.dtype)
+    return few.repeat(-(-count // len(few)))
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -132,18 +221,21 @@ def _free_bytes(device: torch.device) -> int:
         return 1 << 30
 
 
-def _median_seconds(run: Callable[[], None], device: torch.device) -> float:
-    first = _seconds(run, device)
-    if first > LONG_SECONDS:
-        return min(first, _seconds(run, device))
-    return statistics.median(_seconds(run, device) for _ in range(NUM_RUNS))
+def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    evicting = torch.zeros(EVICTING_BYTES[device.type], dtype=torch.uint8, device=device)
+    if _seconds(run, evicting) > LONG_SECONDS:
+        return _seconds(run, evicting)
+    return statistics.median(_seconds(run, evicting) for _ in range(NUM_RUNS))
 
 
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
+def _seconds(run: Callable[[], object], evicting: torch.Tensor) -> float:
+    evicting.add_(1)
+    if evicting.is_cuda:
+        torch.cuda.synchronize(evicting.device)
+    # One thread's own clock does not count what other processes use of its core.
+    clock = time.thread_time if torch.get_num_threads() == 1 and not evicting.is_cuda else time.perf_counter
+    start = clock()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    if evicting.is_cuda:
+        torch.cuda.synchronize(evicting.device)
+    return clock() - start

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from fxmem.batch import largest_batch, resized, varying_dims
 from fxmem.budget import parse_bytes, parse_gigabytes
 from fxmem.capture import Captured, Dims, Inputs, capture
 from fxmem.errors import BudgetError, CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
+from fxmem.measure import may_measure
 from fxmem.pipeline import Compiled, Settings, compile_model, frontier_of, profile_model
 from fxmem.planners import PLANNERS
 from fxmem.policy import Rule, check_policy
@@ -62,9 +64,9 @@ def optimize(
     ``accumulate``: whether gradients are there when a step starts, as in gradient accumulation over micro-batches and
     after ``zero_grad(set_to_none=False)``. ``scaler``: the ``torch.amp.GradScaler`` of the step, if there is one.
     ``planner``: a name in ``fxmem.planners.PLANNERS``; it searches for at most about ``plan_seconds``. ``inplace``:
-    whether ops that provably may write over their input do (:mod:`fxmem.inplace`). ``cost``: name of
-    a hardware preset for the estimate of op times, ``"auto"`` for that of the model's device, or ``"measure"`` to time
-    each op on it (some seconds). ``policy``: rules of what must be
+    whether ops that provably may write over their input do (:mod:`fxmem.inplace`). ``cost``: ``"auto"`` measures op
+    times on the model's device, for a few seconds at most (:mod:`fxmem.measure`); the name of a hardware preset, such as
+    ``"a100"``, estimates them. ``policy``: rules of what must be
     saved or recomputed, such as ``("layers.*.attn", "save")`` or ``("relu", "recompute")`` (:mod:`fxmem.policy`).
     ``cache``: whether what planning finds is kept on disk for the next process (:mod:`fxmem.cache`).
 
@@ -83,7 +85,7 @@ def optimize(
         planner=_known("planner", planner, PLANNERS),
         plan_seconds=_positive("plan_seconds", plan_seconds),
         hardware=preset_of(_known("cost", cost, COSTS)),
-        measure=cost == "measure",
+        measure=cost == "measure" or (cost == "auto" and may_measure()),
         policy=check_policy(policy),
         cache=bool(cache),
     )
@@ -174,7 +176,7 @@ class OptimizedModule(torch.nn.Module):
 
         def fits(size: int) -> bool:
             other = resized(inputs, captured.dynamic, size)
-            profiled = profile_model(self.original, captured, other, self._settings)
+            profiled = profile_model(self.original, captured, other, replace(self._settings, measure=False))
             return bool(frontier_of(profiled.profile, self._settings)[-1].peak_bytes <= budget_bytes)
 
         return largest_batch(fits)

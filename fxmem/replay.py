@@ -122,7 +122,7 @@ class NodeReplay:
 
     def run(self, bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
         """Run the node on ``bases`` and put the bases of what it makes there; internals only if ``saved`` captures."""
-        arguments = [_argument(view, bases[view.storage], self.writes) for _, view in self.refs]
+        arguments = [self.argument(view, bases) for _, view in self.refs]
         fresh = saved.begin(arguments) if saved.capture else {}
         output = self.call(arguments)
         leaves = leaves_of(output)
@@ -135,6 +135,14 @@ class NodeReplay:
                 if isinstance(leaf, torch.Tensor):
                     fresh.pop(leaf.untyped_storage()._cdata, None)
             self._keep_internals(bases, fresh)
+
+    def argument(self, view: View, bases: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of this geometry, requiring grad as in the forward."""
+        tensor = view.on(bases[view.storage])
+        if not view.requires_grad:
+            return tensor
+        tensor.requires_grad_()
+        return _NonLeaf.apply(tensor) if view.storage in self.writes else tensor  # type: ignore[no-untyped-call]
 
     def _keep_internals(self, bases: dict[int, torch.Tensor], fresh: dict[int, torch.Tensor]) -> None:
         if self.internals and len(fresh) != len(self.internals):
@@ -190,22 +198,27 @@ class Replay:
                 node.run(bases, saved)
 
 
-@contextmanager
-def rerunning(autocast: Autocast | None, devices: Sequence[torch.device]) -> Iterator[SavedInRerun]:
-    """Give the body the state that recipes run again in: grad mode, autocast as in the forward, nothing saved.
+def as_in_forward(autocast: Autocast | None, devices: Sequence[torch.device]) -> ExitStack:
+    """Return a context with grad mode and autocast as in the forward.
 
     A backward may run inside the user's autocast region; a graph planned without autocast re-runs without.
     """
+    stack = ExitStack()
+    stack.enter_context(torch.enable_grad())
+    if autocast is not None:
+        stack.enter_context(autocast.enter(cache_enabled=False))
+        return stack
+    for device in devices:
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+    return stack
+
+
+@contextmanager
+def rerunning(autocast: Autocast | None, devices: Sequence[torch.device]) -> Iterator[SavedInRerun]:
+    """Give the body the state that recipes run again in: that of the forward, with nothing saved."""
     saved = SavedInRerun()
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(saved_tensors_hooks(saved.pack, _never))
-        if autocast is not None:
-            stack.enter_context(autocast.enter(cache_enabled=False))
-        else:
-            for device_type in {device.type for device in devices}:
-                if torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, enabled=False))
+    with as_in_forward(autocast, devices), saved_tensors_hooks(saved.pack, _never):
         yield saved
 
 
@@ -266,14 +279,6 @@ class _NonLeaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a re-run has no backward")
-
-
-def _argument(view: View, base: torch.Tensor, writes: frozenset[int]) -> torch.Tensor:
-    tensor = view.on(base)
-    if not view.requires_grad:
-        return tensor
-    tensor.requires_grad_()
-    return _NonLeaf.apply(tensor) if view.storage in writes else tensor  # type: ignore[no-untyped-call]
 
 
 def _layout_message(name: str, view: View, tensor: torch.Tensor) -> str:

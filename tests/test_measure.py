@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 import fxmem
-from fxmem import measure
+from fxmem import measure, pipeline
 from fxmem.capture import Inputs, capture
 from fxmem.measure import with_measured_times
 from fxmem.profile import Profiled, profile
+from fxmem.replay import NodeReplay
 from fxmem.timing import PRESETS
 
 
@@ -25,8 +26,35 @@ def test_ops_of_equal_geometry_get_equal_times_and_recipes_are_sums_of_their_nod
     linears = [node.seconds for node in graph.nodes if "linear" in node.op]
     assert all(seconds > 0.0 for seconds in linears)
     for recipe in graph.recipes:
-        assert recipe.seconds == sum(graph.nodes[k].seconds for k in recipe.nodes)
-    assert graph.backward_seconds == pytest.approx(2 * graph.forward_seconds)
+        assert recipe.seconds == measure.TAPE_SECONDS + sum(graph.nodes[k].seconds for k in recipe.nodes)
+
+
+def test_the_backward_is_measured_beside_the_forward(monkeypatch) -> None:
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(measure, "_median_seconds", lambda run, device: (run(), float(next(ticks) % 2 + 1))[1])
+    profiled = profiled_model()
+    graph = with_measured_times(profiled, cache=False).profile
+    seconds = {node.op: node.seconds for node in graph.nodes}
+    assert seconds["aten.linear.default"] == 1.0
+    num_measured = sum(node.seconds == 1.0 for node in graph.nodes)
+    assert num_measured >= 4
+    assert graph.backward_seconds >= 2.0 * num_measured
+
+
+def test_what_there_is_no_time_to_measure_is_scaled_like_its_op(monkeypatch) -> None:
+    profiled = profiled_model()
+    estimates = {node.index: node.seconds for node in profiled.profile.nodes}
+
+    def only_the_heaviest_linear(node: NodeReplay, *_: object) -> measure.Seconds | None:
+        is_first = "linear" in str(node.target) and node.refs[0][1].requires_grad
+        return measure.Seconds(10 * estimates[node.index], 0.0) if is_first else None
+
+    monkeypatch.setattr(measure, "_measure", only_the_heaviest_linear)
+    graph = with_measured_times(profiled, cache=False).profile
+    for node in graph.nodes:
+        assert node.seconds == pytest.approx(10 * estimates[node.index])
+    monkeypatch.setattr(measure, "MOST_SECONDS", 0.0)
+    assert with_measured_times(profiled, cache=False).profile == profiled.profile
 
 
 def test_measuring_leaves_the_random_state_alone() -> None:
@@ -62,9 +90,13 @@ def test_an_op_that_does_not_run_on_made_up_values_keeps_its_estimate(monkeypatc
     assert with_measured_times(profiled, cache=False).profile == profiled.profile
 
 
-def test_optimize_measures_when_asked_to() -> None:
+def test_optimize_measures_unless_told_otherwise(monkeypatch) -> None:
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)), torch.randn(64, 32)
-    optimized = fxmem.optimize(model, x, cost="measure")
-    optimized(x).sum().backward()
+    measured = []
+    monkeypatch.setattr(pipeline, "with_measured_times", lambda profiled, cache: measured.append(cache) or profiled)
+    for cost, environment, num_times in (("auto", "0", 0), ("measure", "0", 1), ("cpu", "1", 1), ("auto", "1", 2)):
+        monkeypatch.setenv("FXMEM_MEASURE", environment)
+        fxmem.optimize(model, x, cost=cost)
+        assert len(measured) == num_times
     with pytest.raises(fxmem.InputError, match="unknown cost 'measured'; known: a100, auto, "):
         fxmem.optimize(model, x, cost="measured")
