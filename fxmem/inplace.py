@@ -69,7 +69,7 @@ def _decide(profiled: Profiled, k: int, readers: Counter[int], savers: dict[int,
     elif argument.requires_grad != result.requires_grad:
         why_not = "only one of argument and result requires grad"
     elif (
-        replace(argument, storage=result.storage) != result
+        argument._replace(storage=result.storage) != result
         or profiled.profile.storages[argument.storage].nbytes != nbytes
     ):
         why_not = "argument and result differ in shape, strides or dtype"

@@ -25,7 +25,7 @@ import torch
 
 from fxmem import cache as disk
 from fxmem.profile import Profiled
-from fxmem.replay import Autocast, NodeReplay, View, as_in_forward, leaves_of, rerunning
+from fxmem.replay import Autocast, NodeReplay, SavedInRerun, View, autocast_as_in_forward, leaves_of
 from fxmem.types import NodeProfile
 
 KIND = "times"
@@ -36,7 +36,7 @@ LONG_SECONDS = 0.02
 """An op that takes longer is run once more only."""
 MOST_SHARE = 0.5
 """Of the free memory that one op's tensors may take."""
-TAPE_SECONDS = 50e-6
+TAPE_SECONDS = 80e-6
 """Of the tape's Python for one recipe on CPU: hooks in forward, unpacking and setting up the re-run in backward, with
 caches that kernels have used meanwhile."""
 EVICTING_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -174,7 +174,8 @@ def _measure(node: NodeReplay, device: torch.device, autocast: Autocast | None) 
         return None
     try:
         bases = {view.storage: _made_up(view, device) for _, view in node.refs}
-        with rerunning(autocast, (device,)) as saved:
+        saved = SavedInRerun()
+        with torch.enable_grad(), saved.hooks(), autocast_as_in_forward(autocast, (device,)):
             forward = _median_seconds(lambda: node.run(dict(bases), saved), device)
         if node.writes:  # its argument is its output: no gradient can be asked for
             return Seconds(forward, 2 * forward)
@@ -187,7 +188,7 @@ def _backward_seconds(
     node: NodeReplay, bases: dict[int, torch.Tensor], device: torch.device, autocast: Autocast | None
 ) -> float:
     """Return the median time of the backward of ``node``; 0 if it has none."""
-    with as_in_forward(autocast, (device,)):
+    with torch.enable_grad(), autocast_as_in_forward(autocast, (device,)):
         arguments = [node.argument(view, bases) for _, view in node.refs]
         outputs = [t for t in leaves_of(node.call(arguments)) if isinstance(t, torch.Tensor) and t.requires_grad]
     inputs = [t for t in arguments if t.requires_grad]

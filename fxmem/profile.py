@@ -19,7 +19,7 @@ from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld
 from fxmem.observe import Event, NodeObservation, Observation, observe
 from fxmem.regions import op_of
-from fxmem.replay import NodeReplay, Replay, View, rerunning
+from fxmem.replay import NodeReplay, Replay, SavedInRerun, View, autocast_as_in_forward
 from fxmem.step import BARE, TrainingStep
 from fxmem.track import StorageTracker
 from fxmem.types import GraphProfile, InplaceDecision, NodeProfile, Phase, Recipe, Storage, Tick
@@ -153,7 +153,7 @@ class _Builder:
     def _view(self, view: View) -> View:
         place = self._place(view.storage)
         assert place is not None, "a tensor of the graph lies on a storage of unknown origin"
-        return View(place, *(getattr(view, f) for f in View.__slots__[1:]))
+        return view._replace(storage=place)
 
     def _is_internal(self, serial: int) -> bool:
         return all(view.storage != serial for _, view in self.seen.nodes[self.creator[serial]].outputs)
@@ -306,8 +306,8 @@ class _Builder:
         tracker.hold(bases.values())
         start_bytes = tracker.live_bytes
         states = {node.index: () for node in replay.nodes}
-        with rerunning(replay.autocast, self.devices) as saved, tracker:
-            saved.capture = capture
+        saved = SavedInRerun(capture=capture)
+        with torch.enable_grad(), saved.hooks(), autocast_as_in_forward(replay.autocast, self.devices), tracker:
             replay.run(bases, states, saved)  # type: ignore[arg-type]
         return tracker.peak_bytes - start_bytes
 
@@ -328,7 +328,7 @@ def _signature(replay: Replay) -> object:
 
     def anonymous(view: View) -> tuple[object, ...]:
         number = names.setdefault(view.storage, len(names))
-        return (number, *(getattr(view, f) for f in View.__slots__[1:]))
+        return (number, *view[1:])
 
     return tuple(
         (

@@ -15,11 +15,11 @@ NOTE [Same bits on a re-run]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -30,8 +30,7 @@ from fxmem.errors import PlanMismatchError
 RandomStates = tuple[tuple[torch.device, torch.Tensor], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """Where a tensor lies. ``storage``: a managed storage's index, or ``~j`` for the graph's j-th static tensor."""
 
     storage: int
@@ -50,7 +49,7 @@ class View:
             storage,
             tensor.dtype,
             tuple(tensor.size()),
-            tuple(tensor.stride()),
+            tensor.stride(),
             int(tensor.storage_offset()),
             tensor.requires_grad,
             tensor.is_conj(),
@@ -59,15 +58,21 @@ class View:
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
         """Return the tensor of this geometry on ``base``'s storage, cut off from autograd."""
-        if base.dtype == self.dtype and not (self.conj or self.neg or base.is_conj() or base.is_neg()):
+        if base.dtype is self.dtype and not (self.conj or self.neg or base.is_conj() or base.is_neg()):
+            if self.lies_as(base):
+                return base.detach()  # many times cheaper than as_strided
             return torch.as_strided(base, self.size, self.stride, self.offset)
         tensor = torch.as_strided(_elements(base, self.dtype), self.size, self.stride, self.offset)
         tensor = torch._conj(tensor) if self.conj else tensor
         return torch._neg_view(tensor) if self.neg else tensor
 
+    def lies_as(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` has this very size, stride and offset."""
+        return tensor.size() == self.size and tensor.stride() == self.stride and tensor.storage_offset() == self.offset
+
     def same_layout(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor`` has this dtype, size, offset and, where a dimension is longer than 1, stride."""
-        if tensor.dtype != self.dtype or tensor.size() != self.size or tensor.storage_offset() != self.offset:
+        if tensor.dtype is not self.dtype or tensor.size() != self.size or tensor.storage_offset() != self.offset:
             return False
         stride = tensor.stride()
         return stride == self.stride or all(
@@ -125,10 +130,11 @@ class NodeReplay:
         arguments = [self.argument(view, bases) for _, view in self.refs]
         fresh = saved.begin(arguments) if saved.capture else {}
         output = self.call(arguments)
-        leaves = leaves_of(output)
+        leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
         for place, view in self.outputs:
             leaf = leaves[place]
-            check_layout(self.name, view, leaf)
+            if not view.same_layout(leaf):
+                raise PlanMismatchError(_layout_message(self.name, view, leaf))
             bases[view.storage] = leaf.detach()
         if saved.capture:
             for leaf in leaves:
@@ -170,7 +176,11 @@ class SavedInRerun:
         self._fresh = {}
         return self._fresh
 
-    def pack(self, tensor: torch.Tensor) -> None:
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the context in which this is what autograd saves to."""
+        return saved_tensors_hooks(self._pack, _never)
+
+    def _pack(self, tensor: torch.Tensor) -> None:
         if self.capture:
             key = tensor.untyped_storage()._cdata
             if key not in self._known:
@@ -188,7 +198,8 @@ class Replay:
     def run(self, bases: dict[int, torch.Tensor], random_states: dict[int, RandomStates], saved: SavedInRerun) -> None:
         """Put a base for each product into ``bases``, which hold the inputs and static tensors.
 
-        Internals only if ``saved`` captures. To be called inside :func:`rerunning`.
+        Internals only if ``saved`` captures. To be called in grad mode, under ``saved.hooks()`` and
+        :func:`autocast_as_in_forward`.
         """
         for node in self.nodes:
             if node.random:
@@ -198,28 +209,22 @@ class Replay:
                 node.run(bases, saved)
 
 
-def as_in_forward(autocast: Autocast | None, devices: Sequence[torch.device]) -> ExitStack:
-    """Return a context with grad mode and autocast as in the forward.
+def autocast_as_in_forward(
+    autocast: Autocast | None, devices: Sequence[torch.device]
+) -> AbstractContextManager[object]:
+    """Return a context in which autocast is as in the forward.
 
     A backward may run inside the user's autocast region; a graph planned without autocast re-runs without.
     """
-    stack = ExitStack()
-    stack.enter_context(torch.enable_grad())
     if autocast is not None:
-        stack.enter_context(autocast.enter(cache_enabled=False))
-        return stack
-    for device in devices:
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
+        return autocast.enter(cache_enabled=False)
+    enabled = {device.type for device in devices if torch.is_autocast_enabled(device.type)}
+    if not enabled:
+        return nullcontext()
+    stack = ExitStack()
+    for device_type in enabled:
+        stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
-
-
-@contextmanager
-def rerunning(autocast: Autocast | None, devices: Sequence[torch.device]) -> Iterator[SavedInRerun]:
-    """Give the body the state that recipes run again in: that of the forward, with nothing saved."""
-    saved = SavedInRerun()
-    with as_in_forward(autocast, devices), saved_tensors_hooks(saved.pack, _never):
-        yield saved
 
 
 def _never(_: object) -> torch.Tensor:

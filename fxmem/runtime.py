@@ -35,9 +35,9 @@ from fxmem.replay import (
     Replay,
     SavedInRerun,
     View,
+    autocast_as_in_forward,
     check_layout,
     leaves_of,
-    rerunning,
     stash_random_states,
 )
 
@@ -52,12 +52,14 @@ class NodeTape:
     """Stash the generators before it runs: a recipe of the plan runs it again."""
     hooked: bool
     """It saves something the plan drops."""
-    arguments: tuple[tuple[int, int], ...]
-    """(place among the argument leaves, managed storage) of tensor arguments."""
+    arguments: tuple[tuple[int, View], ...]
+    """(place among the argument leaves, geometry) of tensor arguments."""
     outputs: tuple[tuple[int, View], ...]
     """(place among the output leaves, geometry) of outputs on managed storages."""
     internals: tuple[int, ...]
     """Managed storages of what autograd saves beside arguments and outputs, in order of first appearance."""
+    drops_fresh: bool
+    """The plan drops outputs or internals that are saved here."""
     holds: tuple[tuple[bool, int, int], ...]
     """(from outputs, place, storage): kept storages, final after this node, that a recomputation reads."""
     connects: tuple[int, ...]
@@ -89,40 +91,47 @@ class TapeTable:
     names: tuple[str, ...]
 
 
-class Slot:
-    """The one place of a storage for one forward call (NOTE [Who owns what on the tape])."""
+class Held:
+    """A tensor that is kept, with the version it had (NOTE [Who owns what on the tape], rule 4)."""
 
-    __slots__ = ("__weakref__", "inputs", "storage", "tape", "tensor", "version")
+    __slots__ = ("name", "tensor", "version")
 
-    def __init__(self, tape: Tape | None, storage: int, tensor: torch.Tensor | None) -> None:
-        self.tape, self.storage = tape, storage
-        self.inputs: tuple[Slot, ...] = ()
-        self.tensor: torch.Tensor | None = None
-        self.version = 0
-        if tensor is not None:
-            self.fill(tensor)
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.version = tensor._version
-        self.inputs = ()
+    def __init__(self, tensor: torch.Tensor, name: str = "a saved tensor") -> None:
+        self.tensor, self.version, self.name = tensor.detach(), tensor._version, name
 
     def get(self) -> torch.Tensor:
         """Return the held tensor, after the check autograd would have made."""
         tensor = self.tensor
-        assert tensor is not None
         if tensor._version != self.version:
-            name = self.tape.table.names[self.storage] if self.tape is not None else "a saved tensor"
             raise SavedTensorModifiedError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{name} ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; expected version "
+                f"{self.name} ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; expected version "
                 f"{self.version} instead. Do the in-place write after the backward, or on a clone."
             )
         return tensor
 
 
+class Slot:
+    """The one place of a storage for one forward call (NOTE [Who owns what on the tape])."""
+
+    __slots__ = ("__weakref__", "held", "inputs", "storage", "tape")
+
+    def __init__(self, tape: Tape, storage: int) -> None:
+        self.tape, self.storage = tape, storage
+        self.inputs: tuple[Slot, ...] = ()
+        self.held: Held | None = None
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        self.held = Held(tensor, self.tape.table.names[self.storage])
+        self.inputs = ()
+
+    def get(self) -> torch.Tensor:
+        assert self.held is not None
+        return self.held.get()
+
+
 class Handle:
-    """What autograd holds in place of a saved tensor: a slot and the geometry on it."""
+    """What autograd holds in place of a saved tensor whose storage is dropped: a slot and the geometry on it."""
 
     __slots__ = ("slot", "view")
 
@@ -130,13 +139,27 @@ class Handle:
         self.slot, self.view = slot, view
 
 
-def unpack(handle: Handle) -> torch.Tensor:
+class Fresh:
+    """What autograd holds in place of a tensor that a node itself made: kept, or once it is settled, a handle."""
+
+    __slots__ = ("key", "settled")
+
+    def __init__(self, key: int, tensor: torch.Tensor) -> None:
+        self.key = key
+        self.settled: Held | Handle = Held(tensor)
+
+
+def unpack(saved: Held | Handle | Fresh) -> torch.Tensor:
     """Return the saved tensor, recomputing its storage if the slot is empty."""
-    slot = handle.slot
-    if slot.tensor is None:
-        assert slot.tape is not None
-        slot.tape.refill(slot)
-    return handle.view.on(slot.get())
+    if type(saved) is Fresh:
+        saved = saved.settled
+    if type(saved) is Handle:
+        slot = saved.slot
+        if slot.held is None:
+            slot.tape.refill(slot)
+        return saved.view.on(slot.get())
+    assert type(saved) is Held
+    return saved.get().detach()
 
 
 class Tape:
@@ -162,7 +185,7 @@ class Tape:
             output = self._run_hooked(node, target, args, kwargs)
         else:
             output = target(*args, **kwargs)
-        leaves = leaves_of(output)
+        leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
         for place, view in node.outputs:
             check_layout(node.name, view, leaves[place])
         for from_outputs, place, storage in node.holds:
@@ -175,32 +198,52 @@ class Tape:
         self, node: NodeTape, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         argument_leaves = leaves_of((args, kwargs))
-        known = {leaf.untyped_storage()._cdata: -1 for leaf in argument_leaves if isinstance(leaf, torch.Tensor)}
-        for place, storage in node.arguments:
-            known[argument_leaves[place].untyped_storage()._cdata] = storage
-        dropped, fresh = self.table.dropped, []
+        # By identity: autograd saves most arguments as they are.
+        arguments = {id(argument_leaves[place]): view for place, view in node.arguments}
+        by_storage: dict[int, int] = {}  # filled if something else is saved
+        fresh: list[Fresh] = []
 
-        def pack(tensor: torch.Tensor) -> Handle:
+        def pack(tensor: torch.Tensor) -> Held | Handle | Fresh:
+            view = arguments.get(id(tensor))
+            if view is not None:
+                return self._handle(tensor, view)
+            if not by_storage:
+                by_storage.update(
+                    (argument_leaves[place].untyped_storage()._cdata, view.storage) for place, view in node.arguments
+                )
             key = tensor.untyped_storage()._cdata
-            storage = known.get(key)
-            if storage in dropped:
-                return Handle(self._slot(storage), View.of(tensor, storage))
-            handle = Handle(Slot(None, -1, tensor), View.of(tensor, -1))
-            if storage is None:
-                fresh.append((key, handle))
-            return handle
+            storage = by_storage.get(key)
+            if storage is not None:
+                return self._handle(tensor, View.of(tensor, storage))
+            if not node.drops_fresh:
+                return Held(tensor)
+            fresh.append(Fresh(key, tensor))
+            return fresh[-1]
 
-        with saved_tensors_hooks(pack, unpack):
-            output = target(*args, **kwargs)
-        self._settle(node, fresh, leaves_of(output))
-        fresh.clear()  # autograd keeps the pack hook, and with it this list, as long as any tensor saved here
+        try:
+            with saved_tensors_hooks(pack, unpack):
+                output = target(*args, **kwargs)
+            self._settle(node, fresh, output)
+        finally:  # autograd keeps the pack hook, and all it refers to, as long as any tensor saved here
+            arguments.clear()
+            argument_leaves.clear()
+            fresh.clear()
         return output
 
-    def _settle(self, node: NodeTape, fresh: list[tuple[int, Handle]], leaves: list[Any]) -> None:
+    def _handle(self, tensor: torch.Tensor, view: View) -> Held | Handle:
+        """Return what autograd is to hold in place of an argument planned to lie as ``view``."""
+        if view.storage not in self.table.dropped:
+            return Held(tensor)
+        return Handle(self._slot(view.storage), view if view.lies_as(tensor) else View.of(tensor, view.storage))
+
+    def _settle(self, node: NodeTape, fresh: list[Fresh], output: Any) -> None:
         """Say of each fresh saved tensor whether it is an output or an internal, and drop it if the plan says so."""
+        if not node.drops_fresh:
+            return
+        leaves = leaves_of(output)
         storages = {leaves[place].untyped_storage()._cdata: view.storage for place, view in node.outputs}
         outputs = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        internal_keys = list(dict.fromkeys(key for key, _ in fresh if key not in outputs))
+        internal_keys = list(dict.fromkeys(saved.key for saved in fresh if saved.key not in outputs))
         if len(internal_keys) == len(node.internals):
             storages.update(zip(internal_keys, node.internals, strict=True))
         else:
@@ -209,16 +252,17 @@ class Tape:
                 "are kept: gradients are right, the peak may be above the budget",
                 stacklevel=2,
             )
-        for key, handle in fresh:
-            storage = storages.get(key, -1)
+        for saved in fresh:
+            storage = storages.get(saved.key, -1)
             if storage in self.table.dropped:
-                handle.slot = self._slot(storage)
+                assert type(saved.settled) is Held
+                saved.settled = Handle(self._slot(storage), View.of(saved.settled.tensor, storage))
 
     def _slot(self, storage: int) -> Slot:
         assert self._open is not None, "the forward is over"
         slot = self._open.get(storage)
         if slot is None:
-            slot = self._open[storage] = Slot(self, storage, None)
+            slot = self._open[storage] = Slot(self, storage)
             self._slots[storage] = weakref.ref(slot)
         return slot
 
@@ -243,7 +287,7 @@ class Tape:
     def refill(self, target: Slot) -> None:
         """Recompute the empty ``target`` and whatever empty slots it needs."""
         with self._lock:
-            if target.tensor is None:
+            if target.held is None:
                 self._recompute(target)
 
     def _recompute(self, target: Slot) -> None:
@@ -251,7 +295,8 @@ class Tape:
         assert position is not None
         positions, readers = self._needed(target)
         on_the_way: dict[int, torch.Tensor] = {}
-        with rerunning(self.table.autocast, self.table.devices) as saved:
+        saved, table = SavedInRerun(), self.table
+        with torch.enable_grad(), saved.hooks(), autocast_as_in_forward(table.autocast, table.devices):
             for p in positions:
                 self._run_recipe(p, target, position, readers, on_the_way, saved)
 
@@ -261,10 +306,14 @@ class Tape:
         A function of its own, so that no local variable owns a slot while the recipes run.
         """
         recipe_of, recipe_inputs = self.table.recipe_of, self.table.recipe_inputs
+        if all(slot.held is not None for slot in target.inputs):
+            position = recipe_of[target.storage]
+            assert position is not None
+            return [position], {}
         needed, stack = {target.storage}, [target]
         while stack:
             for slot in stack.pop().inputs:
-                if slot.tensor is None and slot.storage not in needed:
+                if slot.held is None and slot.storage not in needed:
                     needed.add(slot.storage)
                     stack.append(slot)
         positions = sorted({p for s in needed if (p := recipe_of[s]) is not None})
@@ -310,7 +359,7 @@ class Tape:
         """Return the slot of ``storage`` if it is empty and somebody owns it."""
         reference = self._slots.get(storage)
         slot = reference() if reference is not None and storage in self.table.dropped else None
-        return slot if slot is not None and slot.tensor is None else None
+        return slot if slot is not None and slot.held is None else None
 
     def _bases(self, p: int, on_the_way: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         bases = {}
