@@ -14,21 +14,25 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx.graph_module import _assign_attr
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from fxmem.effects import OpLog, Place, PythonState
 from fxmem.errors import CaptureError, InputError
 from fxmem.fake import FakeWorld, ScalarReads, attributes_restored, check_device, no_value_checks
-from fxmem.opaque import Opaque, kept_whole, opaque_call
-from fxmem.regions import Region, Scoped
+from fxmem.frozen import with_frozen_norms
+from fxmem.opaque import Opaque, kept_whole, opaque_call, replaced
+from fxmem.regions import Region, Scoped, op_of
 from fxmem.replay import Autocast
 from fxmem.types import Source
 from fxmem.values import KnownValues, Read, all_hold, answered, seeing_values
@@ -120,7 +124,7 @@ def capture(
         if isinstance(tensor, torch.Tensor):
             check_device(tensor.device)
     try:
-        with kept_whole() as opaques:
+        with attributes_restored(model), kept_whole(model) as opaques:
             module, reads = _exported(model, inputs, autocast, dynamic)
     except CaptureError:
         raise
@@ -130,9 +134,10 @@ def capture(
             "depends on the values in tensors, move that part out of the model or optimize the parts around it."
         ) from error
     assert module._out_spec is not None
-    graph_module = _with_unused_state(_flat(module, model, opaques), model)
+    graph_module = with_frozen_norms(_with_unused_state(_flat(module, model, opaques), model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
     captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device, reads)
+    _check_scalars(model, captured)
     _check_dynamic(model, captured)
     _check(model, captured, inputs)
     return captured
@@ -191,6 +196,16 @@ def _check_dynamic(model: torch.nn.Module, captured: Captured) -> None:
             raise CaptureError(
                 f"{type(model).__name__} is tied to the size {placeholders[i].meta['val'].shape[d]} of dimension {d} of "
                 f"its input {placeholders[i].name}"
+            )
+
+
+def _check_scalars(model: torch.nn.Module, captured: Captured) -> None:
+    """A number read from a tensor is known only once the forward runs, so no plan can count on it."""
+    for node in captured.graph_module.graph.nodes:
+        if op_of(node.target) in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+            raise CaptureError(
+                f"{type(model).__name__} could not be captured: it reads a number from a tensor ({source_of(node)}). "
+                "Compute with the tensor itself instead of .item(), float() or int() of it."
             )
 
 
@@ -318,40 +333,123 @@ def _first_lines(error: Exception, limit: int = 600) -> str:
 # -- the check ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a forward on fakes built and did."""
+
+    nodes: Counter[str]
+    """Autograd nodes that the outputs reach, by name; parameters by their own."""
+    calls: list[str]
+    """Calls it made that a graph would not keep: keys of ``_REMEDIES``."""
+    left: dict[Place, Any]
+    """Places outside of the graph that it changed, with what they hold."""
+    again: dict[Place, Any]
+    """The same, for a second forward right after."""
+    ops: list[tuple[str, tuple[str, ...]]]
+    ops_again: list[tuple[str, tuple[str, ...]]]
+
+
 def _check(model: torch.nn.Module, captured: Captured, inputs: Inputs) -> None:
-    """Raise ``CaptureError`` if the model's autograd graph holds what the captured graph's does not."""
-    eager, hooks = _autograd_nodes(model, inputs, captured, original=True)
-    graph, kept_hooks = _autograd_nodes(captured.graph_module, inputs, captured, original=False)
-    if len(hooks) > len(kept_hooks):
+    """Raise ``CaptureError`` if the model does what its graph would not: in autograd, in Python, in its next call."""
+    try:
+        eager = _run_twice(model, model, captured, inputs)
+        graph = _run_twice(captured.graph_module, model, captured, inputs)
+    except CaptureError:
+        raise
+    except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} sets a tensor hook in forward ({hooks[-1]}); a captured graph would lose it and "
-            "give other gradients. Set the hook on a parameter or outside the model."
+            f"{type(model).__name__} could not be run on fake tensors: {_first_lines(error)}. If it reads the values in "
+            "tensors, move that part out of the model or optimize the parts around it."
+        ) from error
+    _check_effects(model, eager, graph)
+    _check_autograd(model, eager, graph)
+
+
+def _check_autograd(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
+    lost_calls = Counter(eager.calls) - Counter(graph.calls)
+    if lost_calls:
+        call = min(lost_calls)
+        raise CaptureError(
+            f"{type(model).__name__} calls {call} in forward; a captured graph would lose it. {_REMEDIES[call]}"
         )
-    lost = {name: n - graph[name] for name, n in eager.items() if n > graph[name]}
+    lost = {name: n - graph.nodes[name] for name, n in eager.nodes.items() if n > graph.nodes[name]}
     if lost:
         names = ", ".join(f"{name} (x{n})" for name, n in sorted(lost.items())[:5])
+        why = next((text for name, text in _KNOWN_LOSSES.items() if any(name in node for node in lost)), _OTHER_LOSS)
         raise CaptureError(
-            f"the captured graph of {type(model).__name__} lacks autograd nodes of the model: {names}. A custom "
-            "autograd.Function or a module hook in it would be lost, and gradients would be wrong."
+            f"the captured graph of {type(model).__name__} lacks autograd nodes of the model: {names}. {why}"
         )
 
 
-def _autograd_nodes(
-    module: torch.nn.Module, inputs: Inputs, captured: Captured, *, original: bool
-) -> tuple[Counter[str], list[str]]:
-    """Count the autograd nodes that ``module``'s outputs on fakes reach, by name; parameters by their own."""
+_KNOWN_LOSSES = {
+    "CheckpointFunction": "Reentrant torch.utils.checkpoint does not go into a graph: switch it off "
+    "(use_reentrant=False, or gradient_checkpointing_disable()); fxmem recomputes by its own plan.",
+    "AccumulateGrad": "A parameter or a tensor that it makes require grad inside forward would get no gradient.",
+}
+_OTHER_LOSS = "A custom autograd.Function or a module hook in it would be lost, and gradients would be wrong."
+
+
+def _check_effects(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
+    """Raise ``CaptureError`` for what a forward leaves in Python, or does anew in each call; a cache is neither."""
+    name = type(model).__name__
+    for place, value in eager.left.items():
+        with_grad = isinstance(value, torch.Tensor) and value.requires_grad
+        if with_grad and place not in graph.left:
+            raise CaptureError(
+                f"{name} leaves a tensor that carries gradient in the attribute {place}; a captured graph would not. Let "
+                "forward return it instead."
+            )
+    changed = next((place for place in eager.again if place not in graph.again), None)
+    if changed is not None:
+        raise CaptureError(
+            f"{name} changes {changed} in every forward; a captured graph would not. Keep it in a tensor, by "
+            "register_buffer, or do it outside of the model."
+        )
+    if eager.ops != eager.ops_again:
+        first, second = _first_difference(eager.ops, eager.ops_again)
+        raise CaptureError(
+            f"{name} computes something else when it is called again with the same arguments ({first}, then {second}); a "
+            "captured graph would not. If only its first call is special, call it once before fxmem.optimize; if it "
+            "depends on Python's random numbers, the time or a counter, draw from torch or keep the number in a buffer."
+        )
+
+
+def _first_difference(first: list[tuple[str, tuple[str, ...]]], second: list[tuple[str, tuple[str, ...]]]) -> list[str]:
+    pairs = zip_longest(first, second, fillvalue=("nothing more", ()))
+    return [f"{op}({', '.join(scalars)})" for op, scalars in next(pair for pair in pairs if pair[0] != pair[1])]
+
+
+def _run_twice(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, inputs: Inputs) -> _Run:
+    """Run ``module``, the model itself or its graph, two times on fakes."""
     world = FakeWorld(inputs.leaves)
     fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
-    context = captured.autocast.enter() if captured.autocast else nullcontext()
-    with world.state_of(module), world.active(), context, ScalarReads(), _tensor_hooks_noted() as hooks:
-        if original:
-            args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
-            with seeing_values(inputs.leaves, fakes):
-                outputs = tree_leaves(_checked_attributes(module, lambda: module(*args, **kwargs)))
-        else:
-            outputs = tree_leaves(module(*fakes))
+
+    def forward() -> tuple[Any, list[tuple[str, tuple[str, ...]]]]:
+        context = captured.autocast.enter() if captured.autocast else nullcontext()
+        with context, OpLog([fakes, [world.fake(p) for p in captured.parameters]]) as log:
+            if module is model:
+                args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
+                with seeing_values(inputs.leaves, fakes):
+                    outputs = module(*args, **kwargs)
+            else:
+                outputs = module(*fakes)
+        return outputs, log.ops
+
+    with attributes_restored(model), world.state_of(module), world.active(), ScalarReads():
+        before = PythonState(model)
+        with _calls_noted() as calls:
+            outputs, ops = forward()
+        left, between = before.changes(), PythonState(model)
+        _, ops_again = forward()
+        again = between.changes()
+    return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again)
+
+
+def _autograd_nodes(outputs: Any) -> Counter[str]:
+    """Count the autograd nodes that ``outputs`` reach, by name."""
+    leaves = tree_leaves(outputs)
     names: Counter[str] = Counter()
-    stack = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    stack = [t.grad_fn for t in leaves if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()
@@ -361,39 +459,7 @@ def _autograd_nodes(
             if next_node is not None and next_node not in seen:
                 seen.add(next_node)
                 stack.append(next_node)
-    return names, hooks
-
-
-def _checked_attributes(model: torch.nn.Module, forward: Callable[[], Any]) -> Any:
-    """Return ``forward()``. Errors: ``CaptureError`` if it leaves on ``model`` what a graph would not leave there.
-
-    That is a tensor with a gradient, or a number that is another one after each call. torch.nn.utils' own hooks may
-    leave the weight they compute; a number that stays after the first call is a cache.
-    """
-    before = _plain_attributes(model)
-    output = forward()
-    after = _plain_attributes(model)
-    left = {key: value for key, value in after.items() if key not in before or before[key] is not value}
-    for (module, name), value in left.items():
-        own = any(type(hook).__module__.startswith("torch.nn.utils") for hook in module._forward_pre_hooks.values())
-        if isinstance(value, torch.Tensor) and value.requires_grad and not own:
-            raise CaptureError(
-                f"{type(model).__name__} leaves a tensor that carries gradient in the attribute {name!r} of its "
-                f"{type(module).__name__}; a captured graph would not. Let forward return it instead."
-            )
-    if any(isinstance(value, bool | int | float | str) for value in left.values()):
-        forward()
-        for (module, name), value in _plain_attributes(model).items():
-            if isinstance(value, bool | int | float | str) and value != after.get((module, name), value):
-                raise CaptureError(
-                    f"{type(model).__name__} changes the attribute {name!r} of its {type(module).__name__} in every "
-                    "forward; a captured graph would not. Keep it in a tensor, by register_buffer."
-                )
-    return output
-
-
-def _plain_attributes(model: torch.nn.Module) -> dict[tuple[torch.nn.Module, str], Any]:
-    return {(module, name): value for module in model.modules() for name, value in vars(module).items()}
+    return names
 
 
 def _harmless(node: Any) -> bool:
@@ -401,18 +467,63 @@ def _harmless(node: Any) -> bool:
     return not isinstance(node, torch.autograd.function.BackwardCFunction) and "AccumulateGrad" not in node.name()
 
 
+_SEEDING = "Draw from a torch.Generator of the model's own instead."
+_HOOKING = "Set the hook on a parameter, or outside the model."
+_REMEDIES = {
+    "Tensor.register_hook": _HOOKING,
+    "Tensor.register_post_accumulate_grad_hook": _HOOKING,
+    "Tensor.grad_fn": "Write what it does with the autograd graph as a torch.autograd.Function.",
+    "torch.manual_seed": _SEEDING,
+    "torch.set_rng_state": _SEEDING,
+    "torch.random.fork_rng": _SEEDING,
+    "torch.inference_mode": "Use torch.no_grad.",
+}
+"""Calls inside a forward that no graph keeps, and what to do instead."""
+
+
+class _GradFnReads(TorchFunctionMode):
+    """Notes every read of ``grad_fn`` by code that is not torch's own: what is done to it later cannot be seen."""
+
+    def __init__(self, noted: list[str]) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.grad_fn and _called_by_user():
+            self._noted.append("Tensor.grad_fn")
+        return func(*args, **(kwargs or {}))
+
+
+def _called_by_user() -> bool:
+    """True if what calls is not torch's own code; fxmem's frames in between do not count."""
+    frame = inspect.currentframe()
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("fxmem."):
+        frame = frame.f_back
+    return frame is None or not str(frame.f_globals.get("__name__", "")).startswith("torch.")
+
+
 @contextmanager
-def _tensor_hooks_noted() -> Iterator[list[str]]:
-    """Note every ``Tensor.register_hook`` while the body runs."""
+def _calls_noted() -> Iterator[list[str]]:
+    """Note every call while the body runs that ``_REMEDIES`` names."""
     noted: list[str] = []
-    original = torch.Tensor.register_hook
 
-    def register_hook(self: torch.Tensor, hook: Any) -> Any:
-        noted.append(getattr(hook, "__qualname__", repr(hook)))
-        return original(self, hook)  # type: ignore[no-untyped-call]
+    def noting(owner: Any, attribute: str, name: str) -> AbstractContextManager[None]:
+        original = getattr(owner, attribute)
 
-    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    try:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _called_by_user():
+                noted.append(name)
+            return original(*args, **kwargs)
+
+        return replaced(owner, attribute, call)
+
+    with ExitStack() as stack:
+        stack.enter_context(_GradFnReads(noted))
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            stack.enter_context(noting(torch.Tensor, name, f"Tensor.{name}"))
+        stack.enter_context(noting(torch.random, "fork_rng", "torch.random.fork_rng"))
+        for module in (torch, torch.random):
+            for name in ("manual_seed", "set_rng_state"):
+                stack.enter_context(noting(module, name, f"torch.{name}"))
+        stack.enter_context(noting(torch.inference_mode, "__enter__", "torch.inference_mode"))
         yield noted
-    finally:
-        torch.Tensor.register_hook = original  # type: ignore[method-assign]

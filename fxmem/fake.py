@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from fxmem.effects import PythonState
 from fxmem.errors import InputError
 
 aten = torch.ops.aten
@@ -81,9 +82,11 @@ class FakeWorld:
                 registry.update(before)  # type: ignore[arg-type]
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Run the body on fakes: factory calls make fakes, data-dependent scalars read as 1."""
+    def active(self, *modules: torch.nn.Module) -> Iterator[None]:
+        """Run the body on fakes: factory calls make fakes, scalars read as 1. What it does to ``modules`` is undone."""
         with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(attributes_restored(module))
             stack.enter_context(self.mode)
             stack.enter_context(TruerFakes())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())
@@ -103,15 +106,13 @@ def check_device(device: torch.device) -> torch.device:
 
 @contextmanager
 def attributes_restored(module: torch.nn.Module) -> Iterator[None]:
-    """Undo what the body writes to plain attributes of ``module`` and its submodules: a forward that caches a tensor on
-    ``self`` would cache a fake one."""
-    saved = [(m, dict(m.__dict__)) for m in module.modules()]
+    """Undo what the body does to Python values ``module`` can reach: a forward that caches a tensor on ``self``, or a
+    hook that appends one to a list, would leave a fake one there."""
+    state = PythonState(module)
     try:
         yield
     finally:
-        for m, attributes in saved:
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
+        state.restore()
 
 
 @contextmanager
@@ -136,6 +137,8 @@ class TruerFakes(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _one(args[0].dtype)
         if func is aten._grouped_mm.default and args[0].device.type == "cpu":
             return _grouped_mm(func, args, kwargs or {})
         if func in _SPARSE and args[_SPARSE[func][0]].layout == torch.sparse_coo:
@@ -216,6 +219,13 @@ def _sparse(
             is_coalesced=coalesced,
         ),
     )
+
+
+def _one(dtype: torch.dtype) -> bool | int | float | complex:
+    """What a scalar read from a fake is taken to be."""
+    if dtype.is_complex:
+        return 1 + 0j
+    return 1.0 if dtype.is_floating_point else True if dtype == torch.bool else 1
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -206,6 +207,7 @@ class OptimizedModule(torch.nn.Module):
 
     # -- being the model ----------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable(reason="planning and recomputation run outside of torch.compile")  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
@@ -240,7 +242,7 @@ class OptimizedModule(torch.nn.Module):
         return getattr(original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN or name in self.__dict__:
+        if name in self._OWN or name in self.__dict__ or name == "__class__":
             object.__setattr__(self, name, value)
         else:
             setattr(self.original, name, value)
@@ -276,22 +278,48 @@ def _signature(
 ) -> tuple[Any, ...]:
     """What a plan depends on. Tensors of the model count by identity: a replaced parameter is another model.
 
-    So do the modules' numbers, flags and texts (``training``, a dropout's ``p``): the graph has them as constants.
+    So do the modules' numbers, flags and texts (``training``, a dropout's ``p``), alone or in containers, their hooks and
+    the tensors that are plain attributes: the graph has them as constants.
 
     Without ``with_sizes``: what a graph with symbolic dimensions depends on.
     """
     state: list[Any] = []
-    constants: list[Any] = []
     for module in model.modules():
+        state.append(id(module))
         for t in (*module._parameters.values(), *module._buffers.values()):
             if t is not None:
                 state += (id(t), t.requires_grad, t.dtype, t.device, t.shape)
-        constants += [v for v in module.__dict__.values() if type(v) in _CONSTANTS]
+        others = []
+        for name, value in module.__dict__.items():
+            kind = type(value)
+            if kind in _CONSTANTS:
+                state.append(value)
+            elif (kind not in _CONTAINERS or value) and name not in _REGISTRIES:
+                others.append(value)
+        state += map(_value_signature, others)
     leaves = tuple(_leaf_signature(leaf, with_sizes) for leaf in inputs.leaves)
-    return (inputs.spec, leaves, tuple(state), tuple(constants), autocast)
+    return (inputs.spec, leaves, tuple(state), autocast)
 
 
-_CONSTANTS = frozenset({bool, int, float, str})
+_CONSTANTS = frozenset({bool, int, float, str, type(None)})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+"""Types whose elements count too."""
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+
+
+def _value_signature(value: Any, depth: int = 4) -> Any:
+    """Return what a graph has as a constant of an attribute: numbers by value, tensors and functions by identity."""
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return value
+    if kind in _CONTAINERS and depth:
+        if kind is tuple and _CONSTANTS.issuperset(map(type, value)):
+            return value
+        items = value if kind in (list, tuple) else value.items()
+        return tuple([_value_signature(item, depth - 1) for item in items])
+    if isinstance(value, torch.Tensor):
+        return (id(value), 0 if value.is_inference() else value._version, value.shape, value.dtype)
+    return id(value) if callable(value) else None
 
 
 def _leaf_signature(leaf: Any, with_sizes: bool) -> Any:
@@ -353,6 +381,14 @@ def _positive(what: str, value: float) -> float:
 
 
 def _check_trainable(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            raise InputError(
+                f"{name or 'the model'} is wrapped in {type(module).__name__}, whose work goes on around the forward; "
+                f"optimize the model inside and wrap the result: {type(module).__name__}(fxmem.optimize(model, ...))"
+            )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("a torch.jit.ScriptModule cannot be captured; pass the nn.Module it was made from")
     parameters = list(model.parameters())
     if not parameters:
         raise InputError(f"{type(model).__name__} has no parameters: there is nothing to train")

@@ -171,6 +171,8 @@ class _Observer:
             self.current.random |= torch.Tag.nondeterministic_seeded in func.tags
             if func.namespace in ("c10d", "_c10d_functional"):
                 self.current.effects = "runs a collective"
+            if any(isinstance(leaf, torch.Generator) for leaf in (*args, *kwargs.values())):
+                self.current.effects = "draws from a generator of its own"
         else:
             self.backward_work[0] += flops
             self.backward_work[1] += moved_bytes
@@ -207,7 +209,7 @@ class _Observer:
                     autocast=self.captured.autocast,
                 )
 
-        with self.world.active():
+        with self.world.active(self.graph_module):
             pairs = [(p, self.world.fake(p)) for p in self.captured.parameters]
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
             self.leaves_with_grad = [fake for _, fake in pairs] + leaves
@@ -244,7 +246,7 @@ class _Observer:
     def run_forward(self, step: TrainingStep) -> None:
         """Run forward and loss only."""
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
-        with self.world.active():
+        with self.world.active(self.graph_module):
             self._hold_statics(fakes)
             context = self.captured.autocast.enter() if self.captured.autocast else nullcontext()
             with self.tracker, context:

@@ -1,4 +1,4 @@
-"""Calls that torch.export would look through and change: a custom ``autograd.Function``, a hook set in forward.
+"""Calls that torch.export would look through and change: a custom ``autograd.Function``, hooks of modules and tensors.
 
 While a model is captured, :func:`kept_whole` puts each such call into the graph as one node. Its target becomes an
 :class:`Opaque`: a callable of the tensors among the call's arguments, which at run time makes the very call that eager
@@ -8,11 +8,13 @@ makes. What it saves, draws or writes is then observed like that of any op.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.nn.modules.module as _modules
 from torch import fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
@@ -25,8 +27,10 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.node import has_side_effect
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.hooks import BackwardHook
 
 from fxmem.errors import CaptureError
+from fxmem.fake import TruerFakes
 
 
 class Opaque:
@@ -37,6 +41,7 @@ class Opaque:
 
     def __init__(self, function: Callable[..., Any], args: Any, effect: str = "") -> None:
         leaves, self.spec = tree_flatten(args)
+        _check_leaves(function, leaves)
         self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.function, self.effect = function, effect
@@ -53,6 +58,19 @@ class Opaque:
         return name_of(self.function)
 
 
+def _check_leaves(function: Callable[..., Any], leaves: list[Any]) -> None:
+    """Raise ``CaptureError`` if a leaf is an object that holds tensors of the forward."""
+    for leaf in leaves:
+        held = (
+            tree_leaves(vars(leaf)) if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | type) else []
+        )
+        if any(isinstance(value, FakeTensor) for value in held):
+            raise CaptureError(
+                f"{name_of(function)} is given a {type(leaf).__name__} that holds tensors, which a captured graph cannot "
+                "look into; pass the tensors, or register the class by torch.utils._pytree.register_pytree_node"
+            )
+
+
 class _OpaqueCall(HigherOrderOperator):
     """Stands for ``Opaque`` number ``index`` while torch.export holds the graph: it lets no other callables in."""
 
@@ -67,11 +85,16 @@ _opaque_call = has_side_effect(_OpaqueCall())
 
 
 @contextmanager
-def kept_whole() -> Iterator[list[Opaque]]:
-    """Make opaque nodes of custom Functions and ``Tensor.register_hook`` while the body captures; yield their table."""
+def kept_whole(model: torch.nn.Module) -> Iterator[list[Opaque]]:
+    """Make opaque nodes of what an export of ``model`` would lose while the body captures; yield their table.
+
+    That is: custom Functions, ``Tensor.register_hook``, the modules' own forward and backward hooks (which may do
+    anything, hence run exactly as often as in eager mode), a BatchNorm that averages over all batches.
+    """
     table: list[Opaque] = []
     base = torch.autograd.function._SingleLevelFunction
     register_hook, batch_norm = torch.Tensor.register_hook, _BatchNorm.forward
+    hook_inputs, hook_outputs = BackwardHook.setup_input_hook, BackwardHook.setup_output_hook
 
     def opaque_apply(cls: Any, *args: Any) -> Any:
         apply = functools.partial(super(base, cls).apply, *args)
@@ -97,7 +120,19 @@ def kept_whole() -> Iterator[list[Opaque]]:
         on_fakes = functools.partial(torch.nn.functional.batch_norm, *args[:-2], True, 0.5, module.eps)
         return cast(torch.Tensor, _emitted(table, whole, args, on_fakes))
 
+    def opaque_hook_inputs(hook: Any, args: Any) -> Any:
+        hook.whole = _BackwardHooks(hook)
+        whole = Opaque(hook.whole.inputs, args, "sets a backward hook")
+        return _emitted(table, whole, args, lambda: hook_inputs(hook, args))  # type: ignore[no-untyped-call]
+
+    def opaque_hook_outputs(hook: Any, args: Any) -> Any:
+        whole = Opaque(hook.whole.outputs, (args,), "sets a backward hook")
+        return _emitted(table, whole, args, lambda: hook_outputs(hook, args))  # type: ignore[no-untyped-call]
+
     with (
+        _module_hooks_replaced(model, table),
+        replaced(BackwardHook, "setup_input_hook", opaque_hook_inputs),
+        replaced(BackwardHook, "setup_output_hook", opaque_hook_outputs),
         replaced(base, "apply", classmethod(opaque_apply)),
         replaced(torch.Tensor, "register_hook", opaque_register_hook),
         replaced(_BatchNorm, "forward", opaque_batch_norm),
@@ -135,9 +170,64 @@ def _emitted(table: list[Opaque], opaque: Opaque, args: Any, run: Callable[[], A
     proxies = tuple(mode.tracer.unwrap_proxy(tensor) for tensor in tensors)
     node = mode.tracer.create_proxy("call_function", _opaque_call, (len(table), *proxies), {}, name=opaque.__name__)
     table.append(opaque)
-    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), TruerFakes():  # type: ignore[no-untyped-call]
         output = run()
     return track_tensor_tree(output, node, constant=None, tracer=mode.tracer)
+
+
+@contextmanager
+def _module_hooks_replaced(model: torch.nn.Module, table: list[Opaque]) -> Iterator[None]:
+    """Let each forward hook that is not torch's own become an opaque node when it is called."""
+    registries: list[Any] = [_modules._global_forward_pre_hooks, _modules._global_forward_hooks]
+    registries += [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+    saved = [dict(registry) for registry in registries]
+
+    def opaque_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: torch.nn.Module, *args: Any) -> Any:
+            whole = Opaque(_ModuleHook(hook, module), args, "runs a module's hook")
+            return _emitted(table, whole, args, lambda: hook(module, *args))
+
+        return call
+
+    try:
+        for registry, before in zip(registries, saved, strict=True):
+            registry.update((key, opaque_hook(hook)) for key, hook in before.items() if not _of_torch(hook))
+        yield
+    finally:
+        for registry, before in zip(registries, saved, strict=True):
+            registry.update(before)
+
+
+def _of_torch(hook: Any) -> bool:
+    owner = getattr(hook, "__self__", hook)
+    module = getattr(owner, "__module__", None) or type(owner).__module__
+    return str(module).startswith("torch.")
+
+
+class _ModuleHook:
+    """A forward hook (or forward pre hook) of ``module``."""
+
+    def __init__(self, hook: Callable[..., Any], module: torch.nn.Module) -> None:
+        self.hook, self.module = hook, module
+        self.__name__ = f"hook_{getattr(hook, '__name__', type(hook).__name__)}"
+
+    def __call__(self, *args: Any) -> Any:
+        return self.hook(self.module, *args)
+
+
+class _BackwardHooks:
+    """The full backward hooks of one call of a module: set anew in each forward, on its inputs and then its outputs."""
+
+    def __init__(self, hook: Any) -> None:
+        self._made_of = (hook.module, hook.user_hooks, hook.user_pre_hooks)
+        self._local = threading.local()
+
+    def inputs(self, *args: Any) -> Any:
+        self._local.hook = BackwardHook(*self._made_of)
+        return self._local.hook.setup_input_hook(args)
+
+    def outputs(self, args: Any) -> Any:
+        return self._local.__dict__.pop("hook").setup_output_hook(args)
 
 
 class _HookSetter:

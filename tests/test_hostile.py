@@ -1,16 +1,20 @@
 """Models written to break a compiler: each trains to the eager bits under every plan, or is refused by name."""
 
 import dataclasses
+import random
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
-from tests.exactness import check
+from fxmem.simulate import drop_all
+from tests.exactness import check, same_bits
 
 WIDTH = 8
 
@@ -651,11 +655,139 @@ def test_a_hook_that_needs_another_tensor_of_the_forward_is_refused() -> None:
         fxmem.optimize(model_of(body)(), batch())
 
 
-def test_a_full_backward_hook_on_a_submodule_is_refused() -> None:
-    model = model_of(first_part, LINEAR)()
-    model.parts[0].register_full_backward_hook(lambda module, before, after: None)
-    with pytest.raises(fxmem.CaptureError, match="module hook"):
-        fxmem.optimize(model, batch())
+# -- hooks of modules and parameters -----------------------------------------------------------------------------------
+
+Hook = Callable[[Any, list[Any]], Any]
+"""Sets a hook on a model; what the hook notes goes to the list."""
+
+
+def forward_hook_that_changes(m: Any, notes: list[Any]) -> None:
+    m.parts[0].register_forward_hook(lambda module, args, output: output.sin())
+
+
+def forward_hook_that_writes_in_place(m: Any, notes: list[Any]) -> None:
+    def hook(module: Any, args: Any, output: Tensor) -> None:
+        output.mul_(2)
+
+    m.parts[0].register_forward_hook(hook)
+
+
+def forward_hook_that_keeps_activations(m: Any, notes: list[Any]) -> None:
+    m.parts[0].register_forward_hook(lambda module, args, output: notes.append(output))
+
+
+def forward_hook_that_counts(m: Any, notes: list[Any]) -> None:
+    m.parts[0].register_forward_hook(lambda module, args, output: notes.append(float(output.detach().sum())))
+
+
+def forward_hook_with_keywords(m: Any, notes: list[Any]) -> None:
+    def hook(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        return output * 2
+
+    m.parts[0].register_forward_hook(hook, with_kwargs=True)
+
+
+def forward_hook_on_the_model(m: Any, notes: list[Any]) -> None:
+    m.register_forward_hook(lambda module, args, output: notes.append(len(args)) or output.exp())
+
+
+def forward_pre_hook(m: Any, notes: list[Any]) -> None:
+    m.parts[0].register_forward_pre_hook(lambda module, args: notes.append(1) or (args[0] * 2,))
+
+
+def full_backward_hook(m: Any, notes: list[Any]) -> None:
+    m.parts[0].register_full_backward_hook(lambda module, before, after: notes.append(after[0].clone()))
+
+
+def full_backward_hook_that_changes(m: Any, notes: list[Any]) -> None:
+    m.parts[0].register_full_backward_hook(lambda module, before, after: (before[0] * 2,))
+
+
+def full_backward_pre_hook(m: Any, notes: list[Any]) -> None:
+    m.parts[0].register_full_backward_pre_hook(lambda module, after: (after[0] * 3,))
+
+
+def full_backward_hooks_inside_each_other(m: Any, notes: list[Any]) -> None:
+    for module in (m, m.parts[0], m.first):
+        module.register_full_backward_hook(lambda module, before, after: notes.append(type(module).__name__))
+
+
+def parameter_hook(m: Any, notes: list[Any]) -> None:
+    m.first.weight.register_hook(lambda grad: grad * 2)
+
+
+def post_accumulate_grad_hook(m: Any, notes: list[Any]) -> None:
+    m.first.weight.register_post_accumulate_grad_hook(lambda p: notes.append(p.grad.clone()))
+
+
+HOOKS = [
+    forward_hook_that_changes,
+    forward_hook_that_writes_in_place,
+    forward_hook_that_keeps_activations,
+    forward_hook_that_counts,
+    forward_hook_with_keywords,
+    forward_hook_on_the_model,
+    forward_pre_hook,
+    full_backward_hook,
+    full_backward_hook_that_changes,
+    full_backward_pre_hook,
+    full_backward_hooks_inside_each_other,
+    parameter_hook,
+    post_accumulate_grad_hook,
+]
+
+
+def _tight(model: nn.Module, *args: Tensor) -> Any:
+    """Return ``model`` optimized to the least budget that fits."""
+    with pytest.raises(fxmem.InfeasibleBudgetError) as info:
+        fxmem.optimize(model, args, budget=1, optimizer=None)
+    return fxmem.optimize(model, args, budget=info.value.least_bytes, optimizer=None)
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_run_as_often_as_in_eager_mode_and_on_real_tensors(hook: Hook, when: str) -> None:
+    eager, model = _pair(first_part, LINEAR)
+    notes: tuple[list[Any], list[Any]] = ([], [])
+    x = batch(64, WIDTH)
+    if when == "before":
+        hook(eager, notes[0]), hook(model, notes[1])
+    optimized = _tight(model, x) if when == "before" else fxmem.optimize(model, x, optimizer=None)
+    if when == "after":
+        hook(eager, notes[0]), hook(model, notes[1])
+    assert not notes[1], "planning left a trace"
+    for m in (eager, optimized):
+        for step in range(2):
+            torch.manual_seed(step)
+            m(x).square().sum().backward()
+    for p, q in zip(eager.parameters(), model.parameters(), strict=True):
+        assert same_bits(p.grad, q.grad)
+    assert len(notes[0]) == len(notes[1])
+    for a, b in zip(*notes, strict=True):
+        assert same_bits(a, b) if isinstance(a, Tensor) else a == b
+
+
+@pytest.mark.parametrize("hook", [forward_hook_that_changes, forward_pre_hook, full_backward_hook_that_changes])
+def test_models_with_hooks_train_to_the_same_bits_under_every_plan(hook: Hook) -> None:
+    def build() -> nn.Module:
+        model = model_of(first_part, LINEAR)()
+        hook(model, [])
+        return model
+
+    check(build, batch())
+
+
+def test_the_optimizer_inside_the_backward() -> None:
+    eager, model = _pair(first_part, LINEAR)
+    for p in (*eager.parameters(), *model.parameters()):
+        sgd = torch.optim.SGD([p], lr=0.01)
+        p.register_post_accumulate_grad_hook(lambda p, sgd=sgd: sgd.step() or sgd.zero_grad())
+    optimized = fxmem.optimize(model, batch())
+    for m in (eager, optimized):
+        for step in range(3):
+            torch.manual_seed(step)
+            m(batch()).sum().backward()
+    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(eager.parameters(), model.parameters(), strict=True))
 
 
 # -- arguments and outputs ---------------------------------------------------------------------------------------------
@@ -802,6 +934,181 @@ def test_control_flow_on_values_is_refused(body: Body) -> None:
 def test_lazy_parameters_are_refused() -> None:
     with pytest.raises(fxmem.InputError, match=r"lazy.*run one forward"):
         fxmem.optimize(nn.Sequential(nn.LazyLinear(3)), batch())
+
+
+def calls_counted_in_a_dict(m: Any, x: Tensor) -> Tensor:
+    m.state["calls"] += 1
+    return x * m.state["calls"]
+
+
+def activations_logged(m: Any, x: Tensor) -> Tensor:
+    m.log.append(x.mean())
+    return x.exp()
+
+
+def activation_cached(m: Any, x: Tensor) -> Tensor:
+    m.cache = x.detach()
+    return x.exp()
+
+
+def python_random(m: Any, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def numpy_random(m: Any, x: Tensor) -> Tensor:
+    return x * float(numpy.random.rand())
+
+
+def the_time(m: Any, x: Tensor) -> Tensor:
+    return x * time.perf_counter()
+
+
+def mask_drawn_once(m: Any, x: Tensor) -> Tensor:
+    if m.mask is None:
+        m.mask = torch.rand(WIDTH) > 0.5
+    return x * m.mask
+
+
+def initialized_from_the_first_batch(m: Any, x: Tensor) -> Tensor:
+    if not m.ready:
+        m.mean.copy_(x.detach().mean(0))
+        m.ready = True
+    return x - m.mean
+
+
+NUM_CALLS = 0
+
+
+def counts_in_a_global(m: Any, x: Tensor) -> Tensor:
+    global NUM_CALLS
+    NUM_CALLS += 1
+    return x.exp()
+
+
+def seeds_torch(m: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return x * torch.rand_like(x)
+
+
+def forks_the_generator(m: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return x * torch.rand_like(x)
+
+
+def inference_mode(m: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        y = m.first(x)
+    return x * y.clone()
+
+
+def hook_on_an_autograd_node(m: Any, x: Tensor) -> Tensor:
+    y = x.exp()
+    y.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))
+    return y
+
+
+def reads_a_number(m: Any, x: Tensor) -> Tensor:
+    return x * x.detach().abs().max().item()
+
+
+def reentrant_checkpoint(m: Any, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(m.last, x.exp(), use_reentrant=True)
+
+
+def grad_inside(m: Any, x: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(m.first(x).sum(), m.first.weight, create_graph=True)
+    return x * grad[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (calls_counted_in_a_dict, r"'state' of Model in every forward"),
+        (activations_logged, r"'log' of Model in every forward"),
+        (activation_cached, r"'cache' of Model in every forward.*register_buffer"),
+        (python_random, r"'random' of Python in every forward"),
+        (numpy_random, r"'numpy\.random' of Python in every forward"),
+        (the_time, r"computes something else when it is called again"),
+        (mask_drawn_once, r"rand.*call it once before fxmem\.optimize"),
+        (initialized_from_the_first_batch, r"call it once before fxmem\.optimize"),
+        (counts_in_a_global, r"'NUM_CALLS' of tests\.test_hostile in every forward"),
+        (seeds_torch, r"torch\.manual_seed in forward.*Generator"),
+        (forks_the_generator, r"torch\.random\.fork_rng in forward"),
+        (inference_mode, r"torch\.inference_mode in forward.*no_grad"),
+        (hook_on_an_autograd_node, r"Tensor\.grad_fn in forward"),
+        (reads_a_number, r"reads a number from a tensor .*test_hostile\.py"),
+        (reentrant_checkpoint, r"use_reentrant=False"),
+        (grad_inside, r"could not be captured"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_a_graph_would_lose_is_refused_by_name_and_leaves_no_trace(body: Body, message: str) -> None:
+    model = model_of(body)()
+    model.state, model.log, model.mask, model.ready = {"calls": 0}, [], None, False
+    before = NUM_CALLS, random.getstate(), numpy.random.get_state()[1].tolist()
+    with pytest.raises(fxmem.CaptureError, match=message):
+        fxmem.optimize(model, batch())
+    assert (model.state, model.log, model.mask, model.ready) == ({"calls": 0}, [], None, False)
+    assert (NUM_CALLS, random.getstate(), numpy.random.get_state()[1].tolist()) == before
+
+
+@pytest.mark.parametrize("body", [mask_drawn_once, initialized_from_the_first_batch])
+def test_what_is_special_in_the_first_call_only_works_after_one_call(body: Body) -> None:
+    eager, model = _pair(body, LINEAR)
+    for m in (eager, model):
+        m.mask, m.ready = None, False
+        torch.manual_seed(0)
+        m(batch())
+    optimized = fxmem.optimize(model, batch())
+    _assert_same_step(eager, model, optimized)
+    _assert_same_step(eager, model, optimized)
+
+
+def test_numbers_from_a_generator_of_ones_own_are_drawn_once() -> None:
+    def build() -> nn.Module:
+        generator = torch.Generator().manual_seed(3)
+        return Model(lambda m, x: (x.exp() * torch.rand(x.shape, generator=generator)).sin())
+
+    check(build, batch(), plans=(drop_all,))
+
+
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel])
+def test_a_model_wrapped_for_data_parallelism_is_refused_with_the_right_order(wrapper: Any) -> None:
+    wrapped = wrapper.__new__(wrapper)
+    nn.Module.__init__(wrapped)
+    wrapped.module = nn.Linear(2, 2)
+    with pytest.raises(fxmem.InputError, match=rf"{wrapper.__name__}\(fxmem\.optimize\(model"):
+        fxmem.optimize(nn.Sequential(wrapped), torch.randn(1, 2))
+
+
+@pytest.mark.parametrize("change", ["list", "tensor", "tensor_in_place", "forward", "plain_module"])
+def test_a_change_of_what_the_graph_has_as_constants_is_noticed(change: str) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.parts[1](m.parts[0](x)).exp() * m.factors[0] * m.mask
+
+    eager, model = _pair(body, LINEAR, nn.Tanh)
+    for m in (eager, model):
+        m.factors, m.mask = [1.0], torch.ones(WIDTH)
+    optimized = fxmem.optimize(model, batch())
+    _assert_same_step(eager, model, optimized)
+    for m in (eager, model):
+        if change == "list":
+            m.factors[0] = 3.0
+        elif change == "tensor":
+            m.mask = torch.full((WIDTH,), 2.0)
+        elif change == "tensor_in_place":
+            m.mask.mul_(3)
+        elif change == "forward":
+            m.parts[0].forward = lambda x: x * 2
+        else:
+            m.parts[1] = nn.ReLU()
+    _assert_same_step(eager, model, optimized)
+
+
+def test_the_optimized_module_inside_torch_compile_runs_as_it_is() -> None:
+    eager, model = _pair(first_part, LINEAR)
+    compiled = torch.compile(fxmem.optimize(model, batch()), backend="eager")
+    _assert_same_step(eager, model, compiled)
 
 
 def test_a_counter_that_is_no_buffer_is_refused() -> None:

@@ -21,6 +21,7 @@ ORDER = (
     "cuda",
     "traces",
     "track",
+    "effects",
     "fake",
     "values",
     "regions",
@@ -28,6 +29,7 @@ ORDER = (
     "step",
     "runtime",
     "opaque",
+    "frozen",
     "capture",
     "batch",
     "observe",
@@ -53,12 +55,13 @@ ORDER = (
 # These see even less than the order allows.
 ONLY = {
     "track": {"types", "errors", "traces"},
-    "fake": {"types", "errors"},
+    "effects": {"types", "errors"},
+    "fake": {"types", "errors", "effects"},
     "replay": {"types", "errors"},
     "runtime": {"types", "errors", "replay"},
     "step": {"types", "errors", "fake", "replay"},
     "values": {"types", "errors"},
-    "capture": {"types", "errors", "fake", "values", "regions", "replay", "opaque"},
+    "capture": {"types", "errors", "effects", "fake", "values", "regions", "replay", "opaque", "frozen"},
     "observe": {"types", "errors", "track", "fake", "regions", "replay", "step", "capture"},
     "profile": {"types", "errors", "track", "fake", "regions", "replay", "step", "capture", "observe"},
 }

@@ -1,12 +1,14 @@
 """Ops that write over their input: only where nobody needs the old value, with the reason where somebody does."""
 
 import copy
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fxmem
-from tests.exactness import same_bits
+from tests.exactness import check, same_bits
 
 
 class Functional(nn.Module):
@@ -45,3 +47,42 @@ def test_each_refusal_says_why() -> None:
     assert reasons["sigmoid"] == "the backward of relu needs what it would overwrite"
     assert reasons["add"] == "it would overwrite a parameter, buffer or input"
     assert any("write over their input" in note for note in report.notes)
+
+
+# -- frozen BatchNorms -------------------------------------------------------------------------------------------------
+
+
+class FrozenNorms(nn.Module):
+    """Convolutions that learn behind BatchNorms that do not: as detection models fine-tune."""
+
+    def __init__(self, *, affine: bool = True, memory_format: torch.memory_format = torch.contiguous_format) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4, affine=affine).requires_grad_(False) for _ in range(3))
+        for norm in self.norms:
+            norm.eval()
+            norm.running_mean.uniform_()
+            norm.running_var.uniform_(0.5, 2.0)
+        self.to(memory_format=memory_format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x)).relu()
+        return x
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_frozen_batch_norms_train_to_the_same_bits(memory_format: Any, affine: bool, autocast: Any) -> None:
+    x = torch.randn(2, 4, 6, 6).to(memory_format=memory_format)
+    check(lambda: FrozenNorms(affine=affine, memory_format=memory_format), x, autocast=autocast)
+
+
+def test_frozen_batch_norms_save_nothing_of_their_inputs_size() -> None:
+    x = torch.randn(2, 4, 6, 6)
+    report = fxmem.optimize(FrozenNorms(), x, optimizer=None).report
+    activation_bytes = x.nbytes
+    assert sum(row.nbytes for row in report.rows) == 3 * activation_bytes  # the three relu results
+    learning = FrozenNorms().requires_grad_()
+    assert sum(row.nbytes for row in fxmem.optimize(learning, x, optimizer=None).report.rows) == 6 * activation_bytes
