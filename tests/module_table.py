@@ -5,11 +5,14 @@ train on CPU. `python -m tests.module_table` prints the table.
 """
 
 import contextlib
+import json
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,13 +127,27 @@ def outcome(info: ModuleInfo) -> Outcome:
     return Outcome(info.name, "passed" if num_samples else "untrainable", NUMBERS_ONLY.get(info.name, ""))
 
 
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "module_table.json"
+
+
+def save(outcomes: list[Outcome]) -> None:
+    """Write the counts and every outcome that is not a plain pass, with torch's version and the date."""
+    counts = Counter(o.verdict for o in outcomes)
+    facts = {"torch": torch.__version__, "date": datetime.now(UTC).date().isoformat(), "modules": len(outcomes)}
+    others = [
+        {"name": o.name, "verdict": o.verdict, "why": o.why[:300]} for o in outcomes if o.verdict != "passed" or o.why
+    ]
+    RESULTS.write_text(json.dumps({**facts, **dict(sorted(counts.items())), "others": others}, indent=1) + "\n")
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the table, and save it."""
     torch.set_num_threads(1)
     outcomes = []
     for name, info in infos().items():
         outcomes.append(outcome(info))
         print(f"{name:40} {outcomes[-1].verdict:12} {outcomes[-1].why[:400]}", flush=True)
+    save(outcomes)
     counts = Counter(o.verdict for o in outcomes)
     print(", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items())))
 
