@@ -17,7 +17,7 @@ import torch
 from fxmem.batch import batch_dims, largest_batch, resized
 from fxmem.budget import parse_bytes
 from fxmem.capture import Inputs, capture
-from fxmem.cuda import Allocation, AllocatorPeaks, allocator_peaks, cublas_workspace_bytes
+from fxmem.cuda import Allocation, AllocatorPeaks
 from fxmem.errors import InputError
 from fxmem.fake import FakeWorld
 from fxmem.pipeline import Settings, frontier_of, profile_model
@@ -26,7 +26,7 @@ from fxmem.report.text import unit_of
 from fxmem.simulate import keep_all, simulate
 from fxmem.step import LossFn, OptimizerLike, TrainingStep, check_step
 from fxmem.types import GraphProfile, Phase, Timeline
-from fxmem.verify import eager_peak_bytes
+from fxmem.verify import cuda_peaks, eager_peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +134,15 @@ def estimate(
     """Return what one training step of ``model`` takes, without running it.
 
     ``model`` may lie on the meta device (it is then taken to be on ``device``, CPU by default) or be made under a
-    ``FakeTensorMode``; it must be in training mode. ``device="cuda"`` where torch finds no CUDA, or the model is on the
-    CPU, has the step on the CPU counted as CUDA's allocator would: ``Estimate.cuda``. What differs from a step on a
-    device: the CPU's kernels are chosen (attention saves other internals, norms other dtypes), the step counters of an
-    optimizer count as on the device, and cuDNN's workspaces are missing. The other arguments
-    are those of :func:`fxmem.optimize`. Gradients are taken to be absent at the start of the step
-    (``zero_grad(set_to_none=True)``), or with ``accumulate`` to be there, as left by an earlier micro-batch; the
-    optimizer's and the scaler's state is there. Sparse gradients count by as many entries as the batch has, as before
-    coalescing. Errors: ``InputError``, ``CaptureError``, ``ProfileError``.
+    ``FakeTensorMode``; it must be in training mode. ``device="cuda"`` where torch finds no CUDA, or the model is on
+    the CPU, has the step on the CPU counted as CUDA's allocator would: ``Estimate.cuda``. What differs from a step
+    on a device: the CPU's kernels are chosen (attention saves other internals, norms other dtypes), the step
+    counters of an optimizer count as on the device, and cuDNN's workspaces are missing. The other arguments are
+    those of :func:`fxmem.optimize`; ``plan_seconds`` is the planner's CPU time, not time by the clock. Gradients
+    are taken to be absent at the start of the step (``zero_grad(set_to_none=True)``), or with ``accumulate`` to be
+    there, as left by an earlier micro-batch; the optimizer's and the scaler's state is there. Sparse gradients
+    count by as many entries as the batch has, as before coalescing. Errors: ``InputError``, ``CaptureError``,
+    ``ProfileError``.
     """
     step = check_step(TrainingStep(loss_fn, optimizer, bool(accumulate), scaler))
     if not model.training:
@@ -204,15 +205,9 @@ def estimate(
         breakdown=breakdown_of(graph_profile, timeline.peak_step, peak_bytes),
         timeline=timeline,
         floor_bytes=frontier_of(planned_profile, settings)[-1].peak_bytes,
-        cuda=allocator_peaks(events, _workspaces()) if on_cuda else None,
+        cuda=cuda_peaks(events) if on_cuda else None,
         _peak_at_batch=peak_at_batch,
     )
-
-
-def _workspaces() -> tuple[int, int]:
-    """Return cuBLAS's workspaces of a step on this machine's device; where there is none, the largest any device has."""
-    nbytes = cublas_workspace_bytes(torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0))
-    return nbytes, nbytes
 
 
 def place_of(profile: GraphProfile, tick: int) -> Place:

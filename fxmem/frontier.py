@@ -65,8 +65,8 @@ def frontier(
 ) -> Frontier:
     """Return the budgets at which the plan changes, falling, from keeping everything to the least peak reachable.
 
-    Arguments are those of :func:`fxmem.optimize`. Peaks are planned, not yet verified on the emitted module. Errors:
-    ``InputError``, ``CaptureError``.
+    Arguments are those of :func:`fxmem.optimize`; ``plan_seconds`` is the planner's CPU time. Peaks are planned,
+    not yet verified on the emitted module. Errors: ``InputError``, ``CaptureError``.
     """
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")

@@ -202,18 +202,19 @@ class _Observer:
 
         def micro_batch() -> None:
             leaves = FakeWorld(fakes).fake_all(fakes)
-            with self.world.state_of(self.graph_module):
-                run_step(
-                    lambda: self.captured.call(self.graph_module, leaves),
-                    step.loss_fn,
-                    autocast=self.captured.autocast,
-                )
+            scout = _Observer(self.captured, self.inputs, self.world)
+
+            def forward() -> Any:
+                with self.captured.scope():
+                    return self.captured.unflatten(scout._forward(leaves))
+
+            run_step(forward, step.loss_fn, autocast=self.captured.autocast)
 
         with self.world.active(self.graph_module):
             pairs = [(p, self.world.fake(p)) for p in self.captured.parameters]
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
             self.leaves_with_grad = [fake for _, fake in pairs] + leaves
-            optimizer, scaler = warm_fake_step(step, self.graph_module.graph, pairs, micro_batch)
+            optimizer, scaler = warm_fake_step(step, pairs, micro_batch)
             static = self._hold_statics(fakes, (optimizer, scaler))
             earlier = self._gradient_serials()
             cached_until: dict[int, int] = {}

@@ -10,7 +10,8 @@ NOTE [The training step]
 3. With a *scaler*: ``scaler.scale(loss).backward()``; ``scaler.step(optimizer)``; ``scaler.update()``. The scaler finds
    no infinities, so the optimizer does step.
 4. Batch, output and loss are referred to until the step is over.
-5. It is a step of the steady state: the optimizer's and the scaler's state exists from the start.
+5. It is a step of the steady state: the optimizer's and the scaler's state exists from the start. A parameter that the
+   backward does not reach has no gradient, and no state unless the optimizer given has some already.
 6. Under autocast, forward and loss run inside the region, scaling, backward and optimizer outside.
 """
 
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.utils._pytree import tree_leaves
 
@@ -113,43 +113,45 @@ def check_step(step: TrainingStep) -> TrainingStep:
 
 def warm_fake_step(
     step: TrainingStep,
-    graph: fx.Graph,
     parameters: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    backward: Callable[[], None],
+    micro_batch: Callable[[], None],
 ) -> tuple[torch.optim.Optimizer | None, torch.amp.GradScaler | None]:
     """Return optimizer and scaler of ``step`` over fake parameters in their steady state; leave earlier gradients.
 
-    ``parameters``: pairs (real, fake). ``backward`` runs forward, loss and backward of one micro-batch on these fakes;
-    it is called where gradients are needed that are not simply like their parameters. Runs under the fakes' mode.
+    ``parameters``: pairs (real, fake). ``micro_batch`` runs forward, loss and backward of one micro-batch on these
+    fakes: what it gives a gradient, and what the optimizer given has state of already, has state. Runs under the
+    fakes' mode. Errors: ``InputError`` if there is no steady state.
     """
     fakes = {id(real): fake for real, fake in parameters if fake.requires_grad}
     optimizer = _fake_optimizer(step.optimizer, fakes)
     with ScalarReads():
+        if optimizer is not None or step.accumulate:
+            micro_batch()
         if optimizer is not None:
-            if makes_sparse_gradients(graph):
-                backward()
-            else:
-                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-                    parameter.grad = torch.empty_like(parameter, dtype=dtype)
+            gradients = {key: fake.grad for key, fake in fakes.items()}
+            known = step.optimizer.state if isinstance(step.optimizer, torch.optim.Optimizer) else {}
+            for real, fake in parameters:
+                if real in known and id(real) in fakes and fake.grad is None:
+                    fake.grad = torch.empty_like(fake)
             optimizer.step()
-            for fake in fakes.values():
-                fake.grad = None
-        if step.accumulate:
-            backward()
+            _check_steady(optimizer)
+            for key, fake in fakes.items():
+                fake.grad = gradients[key] if step.accumulate else None
     device = next((fake.device for fake in fakes.values()), torch.device("cpu"))
     return optimizer, None if step.scaler is None else _fake_scaler(step.scaler, device)
 
 
-def makes_sparse_gradients(graph: fx.Graph) -> bool:
-    """True if an op of ``graph`` is asked for a sparse gradient, as that of ``Embedding(sparse=True)`` is."""
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and any(argument.name == "sparse" for argument in schema.arguments):
-            places = [argument.name for argument in schema.arguments]
-            if {**dict(zip(places, node.args, strict=False)), **node.kwargs}.get("sparse"):
-                return True
-    return False
+def _check_steady(optimizer: torch.optim.Optimizer) -> None:
+    """Errors: ``InputError`` if the optimizer's state grows from step to step: it sums sparse gradients, which keep
+    every entry of every step until they are coalesced."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+                raise InputError(
+                    f"{name} of {type(optimizer).__name__} sums sparse gradients: it grows from step to step, so no peak "
+                    "can be told or bounded; use an optimizer without momentum or SparseAdam, make the gradients dense "
+                    "(Embedding(sparse=False)), or pass optimizer=None and leave room for it"
+                )
 
 
 def _fake_optimizer(optimizer: OptimizerLike, fakes: dict[int, torch.Tensor]) -> torch.optim.Optimizer | None:

@@ -5,13 +5,14 @@ In: a callable of fake leaves, the modules whose state it uses, loss and optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxmem.capture import Captured, Inputs
+from fxmem.cuda import Allocation, AllocatorPeaks, allocator_peaks, cublas_workspace_bytes
 from fxmem.errors import VerificationError
 from fxmem.fake import FakeWorld, ScalarReads
 from fxmem.step import BARE, TrainingStep, run_step, warm_fake_step
@@ -26,10 +27,12 @@ def verify(
     inputs: Inputs,
     timeline: Timeline,
     step: TrainingStep = BARE,
+    listener: Listener | None = None,
 ) -> Verification:
     """Run ``emitted`` on fakes and compare its peak with the plan's ``timeline``.
 
-    Errors: ``VerificationError`` if it cannot run; a differing peak is returned, not raised.
+    ``listener`` is told of every allocation and free, first of those that are there at the start. Errors:
+    ``VerificationError`` if it cannot run; a differing peak is returned, not raised.
     """
     try:
         peak_bytes = fake_peak_bytes(
@@ -39,6 +42,7 @@ def verify(
             captured,
             inputs,
             step,
+            listener,
         )
     except Exception as error:
         raise VerificationError(f"the emitted module does not run on fake tensors: {error}") from error
@@ -82,13 +86,21 @@ def fake_peak_bytes(
 
     def micro_batch() -> None:
         other = FakeWorld(leaves).fake_all(leaves)
-        run_step(lambda: forward(other), step.loss_fn, autocast=captured.autocast)
+        with world.state_of(module):
+            run_step(lambda: forward(other), step.loss_fn, autocast=captured.autocast)
 
-    with world.active(), world.state_of(module):
-        optimizer, scaler = warm_fake_step(step, captured.graph_module.graph, pairs, micro_batch)
+    with world.active():
+        optimizer, scaler = warm_fake_step(step, pairs, micro_batch)
         tracker.hold(tensors_of(state))
         tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
         tracker.hold(tensors_of((optimizer, scaler)))
-        with tracker, ScalarReads():
+        with world.state_of(module), tracker, ScalarReads():
             run_step(lambda: forward(leaves), step.loss_fn, optimizer, captured.autocast, scaler=scaler)
     return tracker.peak_bytes
+
+
+def cuda_peaks(events: Iterable[Allocation]) -> AllocatorPeaks:
+    """Return what CUDA's caching allocator makes of a step's ``events``, cuBLAS's workspaces included: those of this
+    machine's device, or where there is none the largest any device has."""
+    nbytes = cublas_workspace_bytes(torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0))
+    return allocator_peaks(events, (nbytes, nbytes))

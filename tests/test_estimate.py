@@ -161,6 +161,17 @@ def test_sparse_gradients_count_by_the_entries_of_the_batch(make: Any) -> None:
         assert measured == later.peak_bytes if exact else measured <= later.peak_bytes
 
 
+def test_momentum_over_sparse_gradients_is_refused_for_it_has_no_steady_state() -> None:
+    model, tokens = nn.Sequential(nn.Embedding(64, 16, sparse=True), nn.Tanh()).train(), torch.arange(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    peaks = [measured_steady(model, model, tokens, optimizer) for _ in range(2)]
+    assert peaks[0] < peaks[1]
+    for call in (fxmem.estimate, lambda *args, **step: fxmem.optimize(*args, budget="1GB", **step)):
+        with pytest.raises(fxmem.InputError, match=r"momentum_buffer of SGD .* grows .* pass optimizer=None"):
+            call(model, tokens, optimizer=optimizer)
+    assert fxmem.estimate(model, tokens, optimizer=None).peak_bytes > 0
+
+
 def test_planning_leaves_a_scaler_as_it_is() -> None:
     model, x, scaler = nn.Linear(8, 8).train(), torch.randn(2, 8), torch.amp.GradScaler("cpu", init_scale=8.0)
     before = fxmem.estimate(model, x, scaler=scaler).peak_bytes
@@ -184,6 +195,43 @@ def test_an_optimizer_that_holds_a_part_of_the_model_counts_only_that() -> None:
     step_counters = 2 * 4  # one fp32 scalar a tensor
     moments = 2 * (64 * 64 + 64) * 4
     assert whole.breakdown.optimizer_state_bytes - half.breakdown.optimizer_state_bytes == moments + step_counters
+
+
+class Unreached(nn.Module):
+    """Three layers: one trains, one never runs, one runs but the loss does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.detached = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.used(x) * self.detached(x).detach()).relu()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_what_the_backward_does_not_reach_has_neither_gradient_nor_optimizer_state(accumulate: bool) -> None:
+    model, x = Unreached().train(), torch.randn(4, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    estimate = fxmem.estimate(model, x, optimizer=optimizer, accumulate=accumulate, plan_seconds=1)
+    assert estimate.breakdown.optimizer_state_bytes == 2 * (64 * 64 + 64) * 4 + 2 * 4
+    measured = measured_steady(model, model, x, optimizer, accumulate=accumulate)
+    assert measured == estimate.peak_bytes
+    optimized = fxmem.optimize(
+        model, x, budget=estimate.floor_bytes, optimizer="adamw", accumulate=accumulate, plan_seconds=1
+    )
+    measured = measured_steady(model, optimized, x, torch.optim.AdamW(model.parameters()), accumulate=accumulate)
+    assert measured == optimized.report.predicted_peak_bytes
+
+
+def test_state_the_optimizer_has_already_counts_whether_this_step_reaches_its_parameter_or_not() -> None:
+    model, x = Unreached().train(), torch.randn(4, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.unused(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    estimate = fxmem.estimate(model, x, optimizer=optimizer, plan_seconds=1)
+    assert estimate.breakdown.optimizer_state_bytes == 2 * (2 * (64 * 64 + 64) * 4 + 2 * 4)
+    assert measured_steady(model, model, x, optimizer) == estimate.peak_bytes
 
 
 class Tied(nn.Module):
