@@ -4,12 +4,14 @@ In: a stream of (key, nbytes) allocations and frees, such as a step on fakes yie
 request rounded to 512, and of *reserved* bytes, what the process takes from the device. The rules are those of
 PyTorch's native allocator with default settings (c10/cuda/CUDACachingAllocator.cpp): two pools, segments of 2 MiB for
 requests up to 1 MiB, of 20 MiB up to 10 MiB, above that of the request rounded to 2 MiB; best fit; splitting; merging of
-free neighbours. Not modelled: expandable segments, several streams, graphs' private pools, what kernels and libraries
+free neighbours. With ``expandable_segments:True`` each pool is one segment that grows at its end by pages of 2 or 20 MiB.
+Not modelled: unmapping when memory runs out, several streams, graphs' private pools, what kernels and libraries
 allocate for themselves (cuBLAS and cuDNN workspaces are given as a constant).
 """
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -69,21 +71,28 @@ class _Pool:
         entry = (block.nbytes, block.segment, block.offset)
         del self.blocks[bisect_left(self.blocks, entry)]
 
-    def best_fit(self, nbytes: int) -> tuple[int, int, int] | None:
+    def best_fit(self, nbytes: int, spared: _Block | None = None) -> tuple[int, int, int] | None:
+        """Return the entry of the smallest block that serves; ``spared`` only if no other does."""
         place = bisect_left(self.blocks, (nbytes, -1, -1))
-        return self.blocks[place] if place < len(self.blocks) else None
+        found = self.blocks[place : place + 2]
+        if len(found) == 2 and spared is not None and found[0][1:] == (spared.segment, spared.offset):
+            return found[1]
+        return found[0] if found else None
 
 
 class CachingAllocator:
     """A simulation of one device's caching allocator on one stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, expandable: bool = False) -> None:
+        self._expandable = expandable
         self.allocated_bytes = self.reserved_bytes = 0
         self._segments: list[dict[int, _Block]] = []
         """By segment: its blocks by offset."""
         self._pools = {True: _Pool(), False: _Pool()}
         self._small: list[bool] = []
         self._owned: dict[int, _Block] = {}
+        self._last: dict[bool, _Block] = {}
+        """By pool, if segments are expandable: the block at the end of its one segment."""
 
     def alloc(self, key: int, nbytes: int) -> None:
         """Serve a request; ``key`` names it until it is freed. Requests of 0 bytes take nothing."""
@@ -91,8 +100,13 @@ class CachingAllocator:
             return
         size = rounded(nbytes)
         small = size <= SMALL_REQUEST_BYTES
-        found = self._pools[small].best_fit(size)
-        block = self._new_segment(size, small) if found is None else self._segments[found[1]][found[2]]
+        found = self._pools[small].best_fit(size, self._last.get(small))
+        if found is not None:
+            block = self._segments[found[1]][found[2]]
+        elif small in self._last:
+            block = self._expand(size, small)
+        else:
+            block = self._new_segment(size, small)
         self._pools[small].remove(block)
         self._split(block, size, small)
         block.free = False
@@ -113,35 +127,69 @@ class CachingAllocator:
             self._pools[small].remove(after)
             del blocks[after.offset]
             block.nbytes += after.nbytes
+            self._moved_end(after, block)
         before = next((b for b in blocks.values() if b.offset + b.nbytes == block.offset), None)
         if before is not None and before.free:
             self._pools[small].remove(before)
             del blocks[block.offset]
             before.nbytes += block.nbytes
+            self._moved_end(block, before)
             block = before
         self._pools[small].add(block)
 
     def _new_segment(self, size: int, small: bool) -> _Block:
-        block = _Block(len(self._segments), 0, segment_bytes(size))
+        page = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+        nbytes = -(-size // page) * page if self._expandable else segment_bytes(size)
+        block = _Block(len(self._segments), 0, nbytes)
         self._segments.append({0: block})
         self._small.append(small)
         self._pools[small].add(block)
         self.reserved_bytes += block.nbytes
+        if self._expandable:
+            self._last[small] = block
         return block
+
+    def _expand(self, size: int, small: bool) -> _Block:
+        """Map as many pages behind the pool's last block as ``size`` lacks; they join it if it is free."""
+        last, page = self._last[small], SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+        if last.free:
+            self._pools[small].remove(last)
+            block = last
+        else:
+            block = _Block(last.segment, last.offset + last.nbytes, 0)
+            self._segments[block.segment][block.offset] = block
+            self._last[small] = block
+        grown = -(-(size - block.nbytes) // page) * page
+        block.nbytes += grown
+        self.reserved_bytes += grown
+        self._pools[small].add(block)
+        return block
+
+    def _moved_end(self, before: _Block, now: _Block) -> None:
+        """Note that ``now`` ends where ``before`` did."""
+        small = self._small[now.segment]
+        if self._last.get(small) is before:
+            self._last[small] = now
 
     def _split(self, block: _Block, size: int, small: bool) -> None:
         """Cut off what is left of ``block`` if it is worth one: 512 bytes in the small pool, over 1 MiB in the large."""
         rest = block.nbytes - size
-        if rest >= MIN_BLOCK_BYTES if small else rest > SMALL_REQUEST_BYTES:
+        if rest >= MIN_BLOCK_BYTES if small or self._expandable else rest > SMALL_REQUEST_BYTES:
             remainder = _Block(block.segment, block.offset + size, rest)
             self._segments[block.segment][remainder.offset] = remainder
             self._pools[small].add(remainder)
+            self._moved_end(block, remainder)
             block.nbytes = size
 
 
-def allocator_peaks(stream: Iterable[Allocation], workspaces: Sequence[int] = ()) -> AllocatorPeaks:
-    """Return the peaks of ``stream``, with library workspaces of so many bytes each allocated before it."""
-    allocator = CachingAllocator()
+def allocator_peaks(
+    stream: Iterable[Allocation], workspaces: Sequence[int] = (), *, expandable: bool | None = None
+) -> AllocatorPeaks:
+    """Return the peaks of ``stream``, with library workspaces of so many bytes each allocated before it.
+
+    ``expandable``: whether segments are; None: as the environment has it.
+    """
+    allocator = CachingAllocator(expandable=expandable_segments() if expandable is None else expandable)
     for i, nbytes in enumerate(workspaces):
         allocator.alloc(~i, nbytes)
     allocated, reserved = allocator.allocated_bytes, allocator.reserved_bytes
@@ -153,6 +201,13 @@ def allocator_peaks(stream: Iterable[Allocation], workspaces: Sequence[int] = ()
         allocated = max(allocated, allocator.allocated_bytes)
         reserved = max(reserved, allocator.reserved_bytes)
     return AllocatorPeaks(allocated, reserved, sum(workspaces))
+
+
+def expandable_segments() -> bool:
+    """True if the environment asks PyTorch's allocator for expandable segments."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = next((os.environ[name] for name in names if name in os.environ), "")
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:

@@ -64,11 +64,12 @@ def optimize(
     training calls run in, where an example is given; a call inside a region is always planned for that region.
     ``accumulate``: whether gradients are there when a step starts, as in gradient accumulation over micro-batches and
     after ``zero_grad(set_to_none=False)``. ``scaler``: the ``torch.amp.GradScaler`` of the step, if there is one.
-    ``planner``: a name in ``fxmem.planners.PLANNERS``; it searches for at most about ``plan_seconds`` of CPU time, which
-    on a busy machine takes longer by the clock. ``inplace``: whether ops that provably may write over their input do
-    (:mod:`fxmem.inplace`). ``cost``: ``"auto"`` measures op times on the model's device, for a few seconds at most
-    (:mod:`fxmem.measure`); the name of a hardware preset, such as ``"a100"``, estimates them. ``policy``: rules of what must be
-    saved or recomputed, such as ``("layers.*.attn", "save")`` or ``("relu", "recompute")`` (:mod:`fxmem.policy`).
+    ``planner``: a name in ``fxmem.planners.PLANNERS``; it searches for at most about ``plan_seconds`` of CPU time,
+    which on a busy machine takes longer by the clock. ``inplace``: whether ops that provably may write over their
+    input do (:mod:`fxmem.inplace`). ``cost``: ``"auto"`` measures op times on the model's device, for a few seconds at
+    most (:mod:`fxmem.measure`); the name of a hardware preset, such as ``"a100"``, estimates them. ``policy``: rules of
+    what must be saved or recomputed, such as ``("layers.*.attn", "save")`` or ``("relu", "recompute")``
+    (:mod:`fxmem.policy`).
     ``cache``: whether what planning finds is kept on disk for the next process (:mod:`fxmem.cache`).
 
     Errors: ``InputError`` (a ``ValueError``) for arguments that cannot be used, ``InfeasibleBudgetError`` when no plan

@@ -13,6 +13,7 @@ from torch import fx
 
 from fxmem.capture import Captured, Inputs, capture
 from fxmem.check import check_plan
+from fxmem.cuda import Allocation
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.inplace import decide, in_place
 from fxmem.measure import with_measured_times
@@ -28,7 +29,7 @@ from fxmem.simulate import keep_all, simulate
 from fxmem.step import TrainingStep
 from fxmem.timing import Hardware, hardware_for
 from fxmem.types import FrontierPoint, GraphProfile, Plan, Timeline, Verification
-from fxmem.verify import eager_peak_bytes, verify
+from fxmem.verify import cuda_peaks, eager_peak_bytes, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Settings:
     step: TrainingStep
     planner: str
     plan_seconds: float
+    """CPU time of the planner's thread."""
     hardware: Hardware | None
     """None: the preset of the model's device."""
     measure: bool = False
@@ -91,6 +93,7 @@ def compile_model(
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings),
         inplace=profiled.inplace,
+        cuda=cuda_peaks(chosen.events) if any(device.type == "cuda" for device in profiled.devices) else None,
     )
     return Compiled(chosen.graph_module, profiled.captured, chosen.point.plan, report)
 
@@ -127,6 +130,8 @@ class Emitted:
     timeline: Timeline
     graph_module: fx.GraphModule
     verification: Verification
+    events: tuple[Allocation, ...]
+    """Every allocation and free of the emitted module's step, as verified."""
 
 
 def emit_within_budget(
@@ -143,13 +148,20 @@ def emit_within_budget(
         if point is None:
             assert budget_bytes is not None
             raise _infeasible(profiled.profile, points, budget_bytes)
-        check_plan(profiled.profile, point.plan)
-        timeline = simulate(profiled.profile, point.plan)
-        graph_module = rewrite(profiled, point.plan)
-        verification = verify(graph_module, profiled.captured, inputs, timeline, settings.step)
-        if budget_bytes is None or verification.verified_bytes <= budget_bytes:
-            return Emitted(point, timeline, graph_module, verification)
-        limit_bytes = min(point.peak_bytes - 1, budget_bytes - (verification.verified_bytes - point.peak_bytes))
+        emitted = _emit(profiled, inputs, settings.step, point)
+        verified_bytes = emitted.verification.verified_bytes
+        if budget_bytes is None or verified_bytes <= budget_bytes:
+            return emitted
+        limit_bytes = min(point.peak_bytes - 1, budget_bytes - (verified_bytes - point.peak_bytes))
+
+
+def _emit(profiled: Profiled, inputs: Inputs, step: TrainingStep, point: FrontierPoint) -> Emitted:
+    check_plan(profiled.profile, point.plan)
+    timeline = simulate(profiled.profile, point.plan)
+    graph_module = rewrite(profiled, point.plan)
+    events: list[Allocation] = []
+    verification = verify(graph_module, profiled.captured, inputs, timeline, step, lambda *event: events.append(event))
+    return Emitted(point, timeline, graph_module, verification, tuple(events))
 
 
 def _infeasible(

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from torch import nn
 
 import fxmem
+from fxmem.capture import Inputs, capture
 from fxmem.cuda import Allocation, CachingAllocator, allocator_peaks, cublas_workspace_bytes, rounded, segment_bytes
-from fxmem.step import run_step
+from fxmem.pipeline import Settings, emit_within_budget, frontier_of, profile_model
+from fxmem.step import TrainingStep, run_step
+from fxmem.verify import cuda_peaks
 
 MIB = 1 << 20
 
@@ -63,9 +67,41 @@ def test_free_neighbours_merge() -> None:
     assert allocator.reserved_bytes == 2 * MIB
 
 
-def test_random_streams_keep_the_books() -> None:
+def test_an_expandable_segment_grows_by_pages_where_a_freed_block_is_too_small() -> None:
+    stream = [("alloc", 0, 16 * MIB), ("free", 0, 16 * MIB), ("alloc", 1, 17 * MIB), ("alloc", 2, 4 * MIB)]
+    assert allocator_peaks(stream, expandable=True).reserved_bytes == 40 * MIB  # 17 of 20 taken: a page for 1 more
+    assert allocator_peaks(stream, expandable=False).reserved_bytes == 34 * MIB  # 16, into which the last goes, and 18
+    stream = [("alloc", 0, 15 * MIB), ("alloc", 1, 30 * MIB)]
+    assert allocator_peaks(stream, expandable=True).reserved_bytes == 60 * MIB  # the 5 left serve: 25 more are 2 pages
+    assert allocator_peaks([("alloc", 0, 512), ("alloc", 1, 3 * MIB)], expandable=True).reserved_bytes == 22 * MIB
+
+
+def test_the_end_of_an_expandable_segment_is_spared_where_another_block_serves() -> None:
+    allocator = CachingAllocator(expandable=True)
+    for key, mib in enumerate((12, 2, 6)):  # 20 MiB, full
+        allocator.alloc(key, mib * MIB)
+    allocator.free(2)  # the end: 6 MiB, the best fit
+    allocator.free(0)
+    for key, mib in ((3, 5), (4, 7), (5, 6)):  # 5 and 7 into the 12, for 6 the end is left
+        allocator.alloc(key, mib * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
+    allocator.alloc(6, 1)
+    allocator.alloc(7, 8 * MIB)
+    assert allocator.reserved_bytes == (20 + 2 + 20) * MIB
+
+
+def test_the_environment_says_whether_segments_are_expandable(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = [("alloc", 0, 16 * MIB)]
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    for setting, mib in (("", 16), ("expandable_segments:False", 16), ("backend:native, expandable_segments:True", 20)):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+        assert allocator_peaks(stream).reserved_bytes == mib * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_random_streams_keep_the_books(expandable: bool) -> None:
     draw = random.Random(0)
-    allocator, live = CachingAllocator(), {}
+    allocator, live = CachingAllocator(expandable=expandable), {}
     for key in range(3000):
         if live and draw.random() < 0.5:
             gone = draw.choice(list(live))
@@ -135,6 +171,23 @@ def test_an_estimate_for_cuda_carries_rounded_and_reserved_bytes() -> None:
         assert estimate.cuda.workspace_bytes <= estimate.cuda.allocated_bytes - estimate.peak_bytes < 64 * MIB + MIB
         assert estimate.cuda.allocated_bytes <= estimate.cuda.reserved_bytes
         assert f"reserved {estimate.cuda.reserved_bytes / 1e6:.4f} MB" in str(estimate)
+
+
+def test_a_report_of_a_model_on_cuda_says_what_the_emitted_step_reserves() -> None:
+    model, x = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4))).train(),
+        torch.randn(64, 256),
+    )
+    report = fxmem.optimize(model, x, plan_seconds=1).report
+    assert report.cuda is None
+    assert "reserved" not in str(report)
+    inputs = Inputs.of((x,), {})
+    settings = Settings(report.floor_bytes, TrainingStep(optimizer="adamw"), "auto", 1.0, None)
+    profiled = profile_model(model, capture(model, inputs), inputs, settings)
+    emitted = emit_within_budget(profiled, inputs, settings, frontier_of(profiled.profile, settings))
+    peaks = cuda_peaks(emitted.events)
+    assert 0 <= peaks.allocated_bytes - peaks.workspace_bytes - emitted.verification.verified_bytes < MIB
+    assert f"{peaks.reserved_bytes / 1e6:.4f}" in str(replace(report, cuda=peaks))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

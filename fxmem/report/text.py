@@ -10,6 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from fxmem.cuda import AllocatorPeaks
 from fxmem.report.graph import GraphNode, draw_graph, graph_nodes
 from fxmem.report.html import report_html, timeline_svg
 from fxmem.report.plots import plot_memory
@@ -57,6 +58,8 @@ class Report:
     notes: tuple[str, ...]
     inplace: tuple[InplaceDecision, ...]
     """What was decided of each op that has an in-place form."""
+    cuda: AllocatorPeaks | None
+    """On CUDA: what the caching allocator makes of the emitted module's step (:mod:`fxmem.cuda`)."""
     timeline: Timeline = field(repr=False)
     """Live bytes over the step under the plan."""
     eager_timeline: Timeline = field(repr=False)
@@ -112,6 +115,7 @@ def build_report(
     plan_seconds: float,
     notes: tuple[str, ...],
     inplace: tuple[InplaceDecision, ...],
+    cuda: AllocatorPeaks | None = None,
 ) -> Report:
     """Return the report of ``point``; no plan within the budget recomputes for less than ``bound_seconds``."""
     dropped = set(point.plan.dropped)
@@ -141,6 +145,7 @@ def build_report(
         rows=rows,
         notes=(*notes, *_inplace_note(inplace)),
         inplace=inplace,
+        cuda=cuda,
         timeline=simulate(profile, point.plan, with_steps=True),
         eager_timeline=simulate(profile, keep_all(profile), with_steps=True),
         graph=graph_nodes(profile, point.plan),
@@ -171,7 +176,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         return f"{nbytes / scale:.4f}"
 
     budget = "none" if report.budget_bytes is None else sized(report.budget_bytes)
-    return [
+    rows = [
         ("budget", budget),
         ("predicted peak", sized(report.predicted_peak_bytes)),
         ("eager peak", sized(report.eager_peak_bytes)),
@@ -182,6 +187,10 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         ("saved for backward, kept", sized(report.kept_bytes)),
         ("saved for backward, dropped", sized(report.dropped_bytes)),
     ]
+    if report.cuda is not None:
+        rows.append(("allocated by CUDA's allocator", sized(report.cuda.allocated_bytes)))
+        rows.append(("reserved by CUDA's allocator", sized(report.cuda.reserved_bytes)))
+    return rows
 
 
 def _render(report: Report) -> str:
