@@ -31,9 +31,9 @@ from torch import Tensor, nn
 import fxmem
 from benchmarks import models
 from benchmarks.measure import LEARNING_RATE, SEED, Racer, peak_of
-from benchmarks.models import UNet, cross_entropy, import_library, import_torchvision
+from benchmarks.models import Batch, BenchModel, UNet, cross_entropy, import_library, import_torchvision
 from benchmarks.results_file import RESULTS, load_rows, machine
-from benchmarks.ways import EAGER, Way
+from benchmarks.ways import COMPILE_BUDGETS, EAGER, Way
 from fxmem.capture import Inputs, capture
 from fxmem.pipeline import Settings, profile_model
 from fxmem.planners import PLANNERS, cheapest_within
@@ -49,6 +49,7 @@ SHARES = (0.75, 0.5, 0.35, 0.25)
 NEAR = (0.1, 0.05, 0.03, 0.01, 0.0)
 """Shares of the same span at which near-floor plans are priced."""
 PLAN_SECONDS = 600.0
+PEERS = ("per block", "sequential, best", "partitioner, best", "sqrt(n)")
 FLOOR_COLUMNS = ("floor", "certain", "chen_floor", "design_floor", "design_sqrt_floor", "num_recipes", "plan_seconds")
 
 
@@ -243,18 +244,22 @@ def floor_row(name: str) -> dict[str, Any]:
     """Return the least whole-step peaks of the peers and of fxmem on a model of the comparison, measured, in bytes.
 
     Per-block checkpointing and the compiler's partitioner at all of its budgets are taken from the comparison's results
-    (``python -m benchmarks``); checkpoint_sequential is run with every number of segments up to 3 * sqrt(n), fxmem at its
-    floor, here and now.
+    (``python -m benchmarks``) where these have them; checkpoint_sequential is run with every number of segments up to
+    3 * sqrt(n), fxmem at its floor. ``failed``: the ways that raised, with the reason.
     """
     compared = [row for row in load_rows(RESULTS / "compare_cpu.json") if row.model == name and row.peak_bytes]
-
-    def least(kind: str) -> int | None:
-        return min((row.peak_bytes for row in compared if row.kind == kind and row.peak_bytes), default=None)
-
     bench = models.get(name)
     torch.manual_seed(SEED)
     initial, batch = bench.build("cpu"), bench.batch("cpu")
     optimizer = torch.optim.SGD(initial.parameters(), lr=LEARNING_RATE)
+    failed: dict[str, str] = {}
+
+    def least(ways: list[Way]) -> int | None:
+        known = [row.peak_bytes for row in compared if row.kind == ways[0].kind] if ways else []
+        return min(
+            known or [_peak_bytes(way, initial, bench, batch, failed) for way in ways], key=_or_most, default=None
+        )
+
     planned = {
         planner: fxmem.frontier(
             initial, *batch, optimizer=optimizer, loss_fn=bench.loss, planner=planner, plan_seconds=PLAN_SECONDS
@@ -262,32 +267,59 @@ def floor_row(name: str) -> dict[str, Any]:
         for planner in ("auto", "chen")
     }
     floor_bytes = planned["auto"][-1].predicted_peak_bytes
-    sequential = None
-    if bench.chain is not None:
-        most = round(3 * len(bench.chain(copy.deepcopy(initial))) ** 0.5)
-        ways = [Way("checkpoint_sequential", "sequential", float(k)) for k in range(2, most + 1)]
-        sequential = min(peak_of(Racer(way, initial, bench, batch)).tracked_bytes for way in ways)
-    measured = peak_of(Racer(Way("fxmem", "fxmem", float(floor_bytes)), initial, bench, batch)).tracked_bytes
+    most = 0 if bench.chain is None else round(3 * len(bench.chain(copy.deepcopy(initial))) ** 0.5)
+    sequential = [
+        _peak_bytes(Way(f"checkpoint_sequential {k}", "sequential", float(k)), initial, bench, batch, failed)
+        for k in range(2, most + 1)
+    ]
     return {
         "model": name,
         "eager": peak_of(Racer(EAGER, initial, bench, batch)).tracked_bytes,
-        "per block": least("checkpoint"),
-        "sequential, best": sequential,
-        "partitioner, best": least("partitioner"),
+        "per block": least([Way("checkpoint per block", "checkpoint")]),
+        "sequential, best": min(sequential, key=_or_most, default=None),
+        "partitioner, best": least([Way(f"partitioner {b:g}", "partitioner", b) for b in COMPILE_BUDGETS]),
         "sqrt(n)": planned["chen"][-1].predicted_peak_bytes,
         "fxmem, planned": floor_bytes,
-        "fxmem, measured": measured,
+        "fxmem, measured": _floor_peak_bytes(floor_bytes, initial, bench, batch),
+        "failed": failed,
     }
+
+
+def _floor_peak_bytes(floor_bytes: int, initial: nn.Module, bench: BenchModel, batch: Batch) -> int:
+    """Return the peak measured at fxmem's floor: ``floor_bytes`` or, planned with measured times, a little more."""
+    try:
+        return peak_of(Racer(Way("fxmem", "fxmem", float(floor_bytes)), initial, bench, batch)).tracked_bytes
+    except fxmem.InfeasibleBudgetError as error:
+        least = float(error.least_bytes)
+    return peak_of(Racer(Way("fxmem", "fxmem", least), initial, bench, batch)).tracked_bytes
+
+
+def _peak_bytes(way: Way, initial: nn.Module, bench: BenchModel, batch: Batch, failed: dict[str, str]) -> int | None:
+    """Return the measured peak; None if the way has no meaning for the model or raises, which ``failed`` then tells."""
+    try:
+        return peak_of(Racer(way, initial, bench, batch)).tracked_bytes
+    except Exception as error:
+        failed[way.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        return None
+
+
+def _or_most(peak_bytes: int | None) -> float:
+    return float("inf") if peak_bytes is None else peak_bytes
 
 
 def print_floors(rows: list[dict[str, Any]]) -> None:
     """Print the floors as shares of eager's peak."""
-    table = [
-        [r["model"], *(v / r["eager"] if v else None for k, v in r.items() if k not in ("model", "eager"))]
-        for r in rows
-    ]
-    headers = ["least peak over eager's", *(k for k in rows[0] if k not in ("model", "eager"))] if rows else []
+    table = []
+    for r in rows:
+        peaks = [r[column] for column in PEERS]
+        lowest = "yes" if r["fxmem, measured"] <= min(peaks, key=_or_most) else "NO"
+        own = (r["fxmem, planned"], r["fxmem, measured"])
+        table.append([r["model"], *(p and p / r["eager"] for p in (*peaks, *own)), lowest])
+    headers = ["least peak over eager's", *PEERS, "fxmem, planned", "fxmem, measured", "lowest"]
     print(tabulate(table, headers=headers, floatfmt=".3f", missingval="-"))
+    for r in rows:
+        for way, reason in r["failed"].items():
+            print(f"{r['model']}, {way}: {reason}")
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from fxmem.planners.frontier import Clock, Limits, judge_all, pareto
 from fxmem.planners.repair import Repair
 from fxmem.planners.search import improve
 from fxmem.planners.splice import splice
+from fxmem.planners.windows import rechoose
 from fxmem.simulate import drop_all, tables_of
 from fxmem.types import FrontierPoint, GraphProfile
 
@@ -43,6 +44,8 @@ EXACT_BRANCHES = 1
 """... how far it may branch for each, ..."""
 EXACT_SECONDS = 60.0
 """... and for how long, should that take far longer than ever seen."""
+MOST_WINDOWS, WINDOW_WORK = 14, 80_000
+"""Windows of larger graphs that it chooses anew; recipes squared times windows."""
 UNLIKE = 0.01
 """Budgets that differ by so much are worth asking about separately."""
 
@@ -58,8 +61,13 @@ def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, .
     points += judge_all(profile, "relaxation", _suggested(profile, pareto(points), clock), clock)
     found = improve(profile, pareto(points), num_trials=num_trials, clock=clock)
     found = splice(profile, found, num_trials=num_trials // 2, clock=clock)
-    found = improve(profile, _repaired(profile, found, clock), num_trials=num_trials // 4, clock=clock)
-    return found if len(profile.recipes) > MOST_EXACT_RECIPES else _exact(profile, found, clock)
+    found = _repaired(profile, found, clock)
+    exact = len(profile.recipes) <= MOST_EXACT_RECIPES
+    if not exact:
+        num_windows = min(MOST_WINDOWS, WINDOW_WORK // len(profile.recipes) ** 2)
+        found = rechoose(profile, found, num_windows=num_windows, clock=clock)
+    found = improve(profile, found, num_trials=num_trials // 4, clock=clock)
+    return _exact(profile, found, clock) if exact else found
 
 
 def _suggested(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> Iterator[Limits]:

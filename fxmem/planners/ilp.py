@@ -17,8 +17,9 @@ in the bound's favour: storages that autograd saves and releases without ever un
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from fxmem.planners.events import Events, events_of
 from fxmem.planners.milp import ONE, ZERO, Expression, Milp, Optimum, minus, plus, term
@@ -44,10 +45,19 @@ def optimum(
 
 
 def best_limits(
-    profile: GraphProfile, budget_bytes: int, *, seconds: float, num_branches: int, upper_seconds: float
+    profile: GraphProfile,
+    budget_bytes: int,
+    *,
+    seconds: float,
+    num_branches: int,
+    upper_seconds: float,
+    fixed: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[int, ...] | None:
-    """Return the retain limits of the best schedule found within ``budget_bytes``; None if none was."""
-    program = _Program(tables_of(profile), budget_bytes)
+    """Return the retain limits of the best schedule found within ``budget_bytes``; None if none was.
+
+    ``fixed``: limits of storages that are not to be chosen; with each the program gets smaller.
+    """
+    program = _Program(tables_of(profile), budget_bytes, fixed)
     program.build()
     found = program.milp.solve(seconds, 0.0, upper_seconds, num_branches)
     return program.limits(found) if found.values else None
@@ -61,8 +71,8 @@ class _Stage:
 
 
 class _Program:
-    def __init__(self, tables: Tables, budget_bytes: int) -> None:
-        self.tables, self.budget_bytes = tables, budget_bytes
+    def __init__(self, tables: Tables, budget_bytes: int, fixed: Mapping[int, int] = MappingProxyType({})) -> None:
+        self.tables, self.budget_bytes, self.fixed = tables, budget_bytes, fixed
         self.events = events_of(tables)
         self.milp = Milp()
         self.stages = _stages(tables, self.events)
@@ -75,7 +85,7 @@ class _Program:
 
     def build(self) -> None:
         tables = self.tables
-        F: list[Expression] = [ONE if p == NO_RECIPE else term(self.milp.binary()) for p in tables.position]
+        F = [ONE if p == NO_RECIPE else self._kept(s) for s, p in enumerate(tables.position)]
         self._forward(F)
         self.full.append(F)
         for t, stage in enumerate(self.stages):
@@ -88,6 +98,11 @@ class _Program:
             if stage.ends_tick:
                 end = self.stages[t + 1].tick if t + 1 < len(self.stages) else len(tables.ticks)
                 self._ticks(range(stage.tick, end), F)
+
+    def _kept(self, s: int) -> Expression:
+        if s not in self.fixed:
+            return term(self.milp.binary())
+        return ONE if self.fixed[s] == KEEP else ZERO
 
     def _ancestors(self, target: int, F: list[Expression]) -> list[int]:
         """Return the recipes that a recomputation of ``target`` may run, in order."""
@@ -109,7 +124,11 @@ class _Program:
             for s in tables.products[k]:
                 if tables.position[s] != k or F[s] == ONE:
                     continue
+                if s != stage.target and self.fixed.get(s, position) < position:
+                    continue  # stays as it is: this target lies past its limit
                 F[s] = ONE if s == stage.target else term(milp.binary())
+                if s in self.fixed:
+                    milp.at_most(minus(R[k], F[s]))
                 milp.at_most(plus(before[s], (F[s], -1.0)))  # full stays full
                 milp.at_most(minus(F[s], plus(before[s], (R[k], 1.0))))  # (1c): what becomes full is rerun; (1d)
                 if k == position:
@@ -135,7 +154,9 @@ class _Program:
         for s, position in enumerate(self.tables.position):
             stages = (t for t, F in enumerate(self.full) if found.true(F[s]))
             first = next(stages, None)
-            if first == 0:
+            if s in self.fixed:
+                limits.append(self.fixed[s])
+            elif first == 0:
                 limits.append(KEEP)
             else:
                 limits.append(position if first is None else self.tables.position[self.stages[first - 1].target])

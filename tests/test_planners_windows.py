@@ -1,0 +1,81 @@
+"""Windows of a plan chosen anew by the integer program."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fxmem.planners import PLANNERS, cheapest_within
+from fxmem.planners.frontier import Clock, judge, pareto
+from fxmem.planners.ilp import best_limits
+from fxmem.planners.windows import rechoose
+from fxmem.simulate import drop_all, keep_all
+from fxmem.types import FrontierPoint, GraphProfile
+from tests.synthetic import hourglass, random_dag, random_limits, residual_blocks
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_that_is_fixed_whole_is_what_the_program_returns(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = random_dag(seed, 10, reach=3)
+    limits = random_limits(profile, rng)
+    point = judge(profile, "random", limits)
+    found = best_limits(
+        profile,
+        point.peak_bytes,
+        seconds=20.0,
+        num_branches=1_000,
+        upper_seconds=point.recompute_seconds,
+        fixed=dict(enumerate(limits)),
+    )
+    assert found == tuple(limits)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_chosen_anew_fits_and_costs_no_more_and_the_rest_stays(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = random_dag(seed, 12, reach=3)
+    limits = random_limits(profile, rng)
+    point = judge(profile, "random", limits)
+    fixed = {s: limit for s, limit in enumerate(limits) if s % 3}
+    found = best_limits(
+        profile,
+        point.peak_bytes,
+        seconds=20.0,
+        num_branches=1_000,
+        upper_seconds=point.recompute_seconds,
+        fixed=fixed,
+    )
+    assert found is not None
+    assert {s: found[s] for s in fixed} == fixed
+    again = judge(profile, "ilp", found)
+    assert again.peak_bytes <= point.peak_bytes
+    assert again.recompute_seconds <= point.recompute_seconds * (1 + 1e-6)
+
+
+def _ends(profile: GraphProfile) -> tuple[FrontierPoint, ...]:
+    return pareto(judge(profile, "ends", make(profile).limits) for make in (keep_all, drop_all))
+
+
+@pytest.mark.parametrize("profile", [residual_blocks(6), hourglass(4)], ids=["blocks", "hourglass"])
+def test_windows_make_plans_cheaper_and_are_judged(profile: GraphProfile) -> None:
+    points = _ends(profile)
+    found = rechoose(profile, points, num_windows=6, clock=Clock(60.0))
+    for point in found:
+        assert judge(profile, point.plan.planner, point.plan.limits) == point
+    at_floor = cheapest_within(found, points[-1].peak_bytes)
+    assert at_floor is not None
+    assert at_floor.recompute_seconds < 0.9 * points[-1].recompute_seconds
+    assert rechoose(profile, points, num_windows=6, clock=Clock(60.0)) == found
+
+
+def test_no_more_windows_than_it_may() -> None:
+    profile = residual_blocks(6)
+    points = _ends(profile)
+    assert rechoose(profile, points, num_windows=0, clock=Clock(60.0)) == points
+
+
+def test_auto_uses_windows_on_graphs_too_large_for_the_whole_program() -> None:
+    points = PLANNERS["auto"](residual_blocks(10, grad_bytes=1), seconds=60.0)
+    assert any(point.plan.planner == "windows" for point in points)
