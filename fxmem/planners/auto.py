@@ -44,7 +44,7 @@ EXACT_BRANCHES = 1
 """... how far it may branch for each, ..."""
 EXACT_SECONDS = 60.0
 """... and for how long, should that take far longer than ever seen."""
-MOST_WINDOWS, WINDOW_WORK = 14, 80_000
+MOST_WINDOWS, WINDOW_WORK = 14, 40_000
 """Windows of larger graphs that it chooses anew; recipes squared times windows."""
 UNLIKE = 0.01
 """Budgets that differ by so much are worth asking about separately."""
