@@ -25,7 +25,7 @@ from tabulate import tabulate
 from benchmarks import models
 from benchmarks.measure import Row, measure
 from benchmarks.results_file import RESULTS, commit, load_rows, save_rows
-from benchmarks.ways import NOT_INSTALLABLE, SHARES, Way, peers
+from benchmarks.ways import LEAST, NOT_INSTALLABLE, SHARES, Way, peers
 
 NO_BUDGET = Way("fxmem, no budget", "fxmem")
 MOST_SECONDS = 600
@@ -116,17 +116,18 @@ def missing_rows(name: str, rows: list[Row], options: Options, progress: Progres
             progress.one_done()
         if missing:
             progress.say(f"{name}: {missing[0].name}")
-        for row in in_own_process(name, options.scale, missing, options.seconds):
+        for row in in_own_process(name, options.scale, missing, options.seconds, cache):
             done[row.way] = row
             progress.one_done()
             if row.way != missing[-1].name:
                 progress.say(f"{name}: {missing[[w.name for w in missing].index(row.way) + 1].name}")
             yield row
 
-    for peer in _peers(options):
-        yield from run([peer])
-    yield from run([NO_BUDGET])
-    yield from run(budgeted_ways(done[NO_BUDGET.name], list(done.values()), quick=options.quick))
+    with tempfile.TemporaryDirectory() as cache:
+        for peer in _peers(options):
+            yield from run([peer])
+        yield from run([NO_BUDGET])
+        yield from run(budgeted_ways(done[NO_BUDGET.name], list(done.values()), quick=options.quick))
 
 
 def budgeted_ways(free: Row, rows: list[Row], *, quick: bool) -> list[Way]:
@@ -141,15 +142,18 @@ def budgeted_ways(free: Row, rows: list[Row], *, quick: bool) -> list[Way]:
     ]
     shares = (0.5,) if quick else SHARES
     ways += [Way(f"fxmem {share:.0%} of span", "fxmem", floor + int(share * (eager - floor))) for share in shares]
-    return [*ways, Way("fxmem floor", "fxmem", floor)]
+    return [*ways, Way("fxmem floor", "fxmem", LEAST)]
 
 
-def in_own_process(name: str, scale: str, ways: list[Way], seconds: float) -> Iterator[Row]:
-    """Yield the rows of ``ways``, measured in a fresh process: one for each peer, one for all budgets of fxmem."""
+def in_own_process(name: str, scale: str, ways: list[Way], seconds: float, cache: str) -> Iterator[Row]:
+    """Yield the rows of ``ways``, measured in a fresh process: one for each peer, one for all budgets of fxmem.
+
+    ``cache``: the directory of fxmem's plans and op times.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.preload"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure_into, args=(sender, name, scale, ways, seconds))
+    process = context.Process(target=_measure_into, args=(sender, name, scale, ways, seconds, cache))
     process.start()
     sender.close()
     for i, way in enumerate(ways):
@@ -163,21 +167,20 @@ def in_own_process(name: str, scale: str, ways: list[Way], seconds: float) -> It
         row.commit = commit()
         yield row
         if not alive:
-            yield from in_own_process(name, scale, ways[i + 1 :], seconds) if ways[i + 1 :] else ()
+            yield from in_own_process(name, scale, ways[i + 1 :], seconds, cache) if ways[i + 1 :] else ()
             break
     process.kill()
     process.join()
 
 
-def _measure_into(sender: Connection, name: str, scale: str, ways: list[Way], seconds: float) -> None:
+def _measure_into(sender: Connection, name: str, scale: str, ways: list[Way], seconds: float, cache: str) -> None:
     import torch
 
     device = "cuda" if scale == "gpu" else "cpu"
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["FXMEM_CACHE_DIR"] = cache
-        for row in measure(name, scale, ways, seconds, device):
-            sender.send(row)
+    os.environ["FXMEM_CACHE_DIR"] = cache
+    for row in measure(name, scale, ways, seconds, device):
+        sender.send(row)
 
 
 class Progress:

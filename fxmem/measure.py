@@ -3,11 +3,12 @@
 In: a :class:`Profiled`. Out: the same with measured times: every op that may be recomputed runs alone on tensors of the
 recorded geometry, forward and backward, each op and geometry once, warm, median of a few runs, with caches emptied in
 between since what a step recomputes was last touched long ago. What is not measured (ops that never run again, what
-does not fit in the time or the memory, what fails on made-up values) has its roofline time scaled by the median of
+has no room in the time or the memory, what fails on made-up values) has its roofline time scaled by the median of
 measured over roofline, of its op if any was measured. On CPU a recipe costs :data:`TAPE_SECONDS` more: there the tape's
-own Python adds to the step, while a GPU works on meanwhile. Known times are kept on disk by device, torch version, op
-and geometry (:mod:`fxmem.cache`), so a second process gets the same ones. ``FXMEM_MEASURE=0`` in the environment keeps
-``cost="auto"`` from measuring. Not modelled: the values in tensors, which few kernels' times depend on.
+own Python adds to the step, while a GPU works on meanwhile. Times, and what was not to be measured, are remembered and
+kept on disk by device, torch version, op and geometry (:mod:`fxmem.cache`), so that a second call plans with the same
+ones. ``FXMEM_MEASURE=0`` in the environment keeps ``cost="auto"`` from measuring. Not modelled: the values in tensors,
+which few kernels' times depend on.
 """
 
 from __future__ import annotations
@@ -109,18 +110,23 @@ class _Job(NamedTuple):
 def _measure_all(profiled: Profiled, device: torch.device, *, cache: bool) -> dict[int, Seconds]:
     """Return seconds by node, for nodes of recipes."""
     key = disk.digest(_device_name(device), torch.__version__, str(torch.get_num_threads()))
-    known = _load(key) if cache else {}
+    known = _remembered.setdefault(key, {})
+    if cache:
+        known.update(_load(key))
     num_known, end = len(known), time.monotonic() + MOST_SECONDS
     names = {node.index: _name(node, replay.autocast) for replay in profiled.replays if replay for node in replay.nodes}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for job in _jobs(profiled, names):
-            if job.name not in known and time.monotonic() + _expected_seconds(job, profiled) < end:
-                seconds = _measure(job.node, device, job.autocast)
-                if seconds is not None:
-                    known[job.name] = seconds
+            if job.name not in known:
+                in_time = time.monotonic() + _expected_seconds(job, profiled) < end
+                known[job.name] = _measure(job.node, device, job.autocast) if in_time else None
     if cache and len(known) > num_known:
         disk.write(KIND, key, json.dumps(_load(key) | known))
-    return {k: known[name] for k, name in names.items() if name in known}
+    return {k: seconds for k, name in names.items() if (seconds := known.get(name)) is not None}
+
+
+_remembered: dict[str, dict[str, Seconds | None]] = {}
+"""What this process knows, by device and op; None: it was not to be measured."""
 
 
 def _jobs(profiled: Profiled, names: dict[int, str]) -> Iterator[_Job]:
@@ -144,10 +150,10 @@ def _expected_seconds(job: _Job, profiled: Profiled) -> float:
     return 2 * 2 * 3 * profiled.profile.nodes[job.node.index].seconds
 
 
-def _load(key: str) -> dict[str, Seconds]:
+def _load(key: str) -> dict[str, Seconds | None]:
     try:
         known = json.loads(disk.read(KIND, key) or "{}")
-        return {str(name): Seconds(float(forward), float(backward)) for name, (forward, backward) in known.items()}
+        return {str(name): None if pair is None else Seconds(*map(float, pair)) for name, pair in known.items()}
     except (ValueError, TypeError, AttributeError):
         return {}
 

@@ -15,6 +15,11 @@ from fxmem.replay import NodeReplay
 from fxmem.timing import PRESETS
 
 
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch) -> None:
+    monkeypatch.setattr(measure, "_remembered", {})
+
+
 def profiled_model() -> Profiled:
     model = nn.Sequential(nn.Embedding(10, 256), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.5), nn.Linear(256, 256))
     inputs = Inputs.of((torch.randint(0, 10, (64,)),), {})
@@ -54,6 +59,7 @@ def test_what_there_is_no_time_to_measure_is_scaled_like_its_op(monkeypatch) -> 
     for node in graph.nodes:
         assert node.seconds == pytest.approx(10 * estimates[node.index])
     monkeypatch.setattr(measure, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "_remembered", {})
     assert with_measured_times(profiled, cache=False).profile == profiled.profile
 
 
@@ -74,7 +80,10 @@ def test_known_times_are_not_measured_again(tmp_path, monkeypatch) -> None:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(measure, "_measure", never)
+    assert with_measured_times(profiled, cache=False).profile == first.profile
+    monkeypatch.setattr(measure, "_remembered", {})
     assert with_measured_times(profiled).profile == first.profile
+    monkeypatch.setattr(measure, "_remembered", {})
     for file in tmp_path.iterdir():
         file.write_bytes(b"no such thing")
     with pytest.raises(AssertionError, match="measured again"):
