@@ -106,7 +106,7 @@ def _run_budgets(
         }
     ]
     for share in SHARES:
-        budget_bytes = floor_bytes + int(share * (eager_bytes - floor_bytes))
+        budget_bytes = floor_bytes + int(share * max(0, eager_bytes - floor_bytes))
         bounded = Settings(budget_bytes, step, "auto", plan_seconds, None)
         emitted = emit_within_budget(profiled, inputs, bounded, points)
         measured_bytes = _measured(

@@ -134,7 +134,7 @@ def capture(
             "depends on the values in tensors, move that part out of the model or optimize the parts around it."
         ) from error
     assert module._out_spec is not None
-    graph_module = with_frozen_norms(_with_unused_state(_flat(module, model, opaques), model))
+    graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
     captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device, reads)
     _check_scalars(model, captured)
@@ -305,7 +305,7 @@ def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> A
     raise CaptureError(f"the captured graph reads {target}, which {type(model).__name__} does not have")
 
 
-def _with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> fx.GraphModule:
+def with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> fx.GraphModule:
     """Give ``graph_module`` those parameters and buffers of ``model`` that its graph does not read: they take memory."""
     known = {id(t) for t in (*graph_module.parameters(), *graph_module.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

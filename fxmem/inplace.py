@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from fxmem.capture import Captured
+from fxmem.capture import Captured, with_unused_state
 from fxmem.profile import Profiled
 from fxmem.regions import Scoped, op_of
 from fxmem.types import InplaceDecision
@@ -88,4 +88,4 @@ def in_place(captured: Captured, decisions: tuple[InplaceDecision, ...]) -> Capt
             env[node].target = Scoped(form, node.target.region) if isinstance(node.target, Scoped) else form
     graph.lint()
     module = fx.GraphModule(captured.graph_module, graph, class_name="Captured")
-    return replace(captured, graph_module=module)
+    return replace(captured, graph_module=with_unused_state(module, captured.graph_module))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
+from fxmem.step import run_step
 from tests.exactness import check, same_bits
 
 
@@ -86,3 +87,14 @@ def test_frozen_batch_norms_save_nothing_of_their_inputs_size() -> None:
     assert sum(row.nbytes for row in report.rows) == 3 * activation_bytes  # the three relu results
     learning = FrozenNorms().requires_grad_()
     assert sum(row.nbytes for row in fxmem.optimize(learning, x, optimizer=None).report.rows) == 6 * activation_bytes
+
+
+def test_state_that_the_graph_does_not_read_counts_where_ops_are_done_in_place() -> None:
+    model = Functional().train()
+    model.register_buffer("unused", torch.zeros(1000))
+    x = torch.randn(2, 3, 12, 12)
+    optimized = fxmem.optimize(model, x, optimizer=None)
+    assert "aten.relu_.default" in optimized.graph_module.code
+    with fxmem.track(model, x) as memory:
+        run_step(lambda: optimized(x))
+    assert memory.peak_bytes == optimized.report.predicted_peak_bytes
