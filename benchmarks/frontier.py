@@ -30,8 +30,10 @@ from torch import Tensor, nn
 
 import fxmem
 from benchmarks import models
+from benchmarks.libraries import import_library, import_torchvision
+from benchmarks.losses import cross_entropy, inception_loss, own_loss
 from benchmarks.measure import LEARNING_RATE, SEED, Racer, peak_of
-from benchmarks.models import Batch, BenchModel, UNet, cross_entropy, import_library, import_torchvision
+from benchmarks.models import Batch, BenchModel, UNet
 from benchmarks.results_file import RESULTS, load_rows, machine
 from benchmarks.ways import COMPILE_BUDGETS, EAGER, Way
 from fxmem.capture import Inputs, capture
@@ -125,15 +127,6 @@ def _vision(name: str, **options: Any) -> Callable[[], nn.Module]:
     return lambda: import_torchvision().models.get_model(name, weights=None, **options)
 
 
-def _own_loss(output: Any) -> Tensor:
-    loss: Tensor = output.loss
-    return loss
-
-
-def _inception_loss(output: Any) -> Tensor:
-    return cross_entropy(output.logits) + 0.4 * cross_entropy(output.aux_logits)
-
-
 def _sum(output: Tensor) -> Tensor:
     return output.sum()
 
@@ -144,14 +137,14 @@ def _hrnet() -> nn.Module:
 
 
 ENTRIES = (
-    Entry("GPT, 6 layers", gpt(6), _tokens, _own_loss, 0.37, 0.49, (2.8, 7.1, 10.6, 12.9)),
-    Entry("GPT, 24 layers", gpt(24), _tokens, _own_loss, 0.32, 0.37, (1.4, 5.6, 10.8, 14.3)),
+    Entry("GPT, 6 layers", gpt(6), _tokens, own_loss, 0.37, 0.49, (2.8, 7.1, 10.6, 12.9)),
+    Entry("GPT, 24 layers", gpt(24), _tokens, own_loss, 0.32, 0.37, (1.4, 5.6, 10.8, 14.3)),
     Entry("ResNet-18", _vision("resnet18"), _images(8, 224), cross_entropy, 0.74, 0.83, (1.2, 2.3, 3.1, 4.4)),
     Entry("ResNet-50", _vision("resnet50"), _images(32, 224), cross_entropy, 0.30, 0.34, (1.6, 4.4, 6.9, 8.9)),
     Entry("UNet", UNet, _images(8, 256), cross_entropy, 0.34, 0.53, (2.5, 5.9, 8.4, 10.2)),
     Entry("DenseNet-121", _vision("densenet121"), _images(32, 224), cross_entropy, 0.21, 0.25, (3.6, 8.0, 11.7, 14.4)),
     Entry(
-        "Inception v3", _vision("inception_v3", init_weights=False), _images(32, 299), _inception_loss,
+        "Inception v3", _vision("inception_v3", init_weights=False), _images(32, 299), inception_loss,
         0.25, 0.32, (2.4, 5.0, 7.2, 9.7),
     ),
     Entry("HRNet-W18", _hrnet, _images(32, 224), cross_entropy, 0.29, 0.38, (2.9, 6.5, 9.3, 11.8)),

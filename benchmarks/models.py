@@ -8,7 +8,6 @@ per-block checkpointing wraps by the architecture's own notion of a block; ``cha
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -17,6 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from benchmarks.libraries import import_library, import_torchvision
+from benchmarks.losses import cross_entropy, googlenet_loss, own_loss, sample_loss, segmentation_loss
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 SCALES = ("cpu", "gpu")
@@ -52,59 +54,7 @@ def get(name: str) -> BenchModel:
     return MODELS[name]
 
 
-# -- libraries ---------------------------------------------------------------------------------------------------------
-
-_declared: list[torch.library.Library] = []  # a Library takes its schemas along when it is collected
-
-
-def import_torchvision() -> Any:
-    """Return torchvision; on a CPU build of torch its detection ops, which no model here calls, are declared first."""
-    try:
-        return importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::nms does not exist" not in str(error):
-            raise
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _declared.append(library)
-    return importlib.import_module("torchvision")
-
-
-def import_library(name: str) -> Any:
-    """Return the library called ``name``, after torchvision."""
-    import_torchvision()  # the others import it too
-    return importlib.import_module(name)
-
-
-# -- losses and batches ------------------------------------------------------------------------------------------------
-
-
-def cross_entropy(logits: Tensor) -> Tensor:
-    """Return the cross entropy against classes 0, 1, 2, ... over the batch (and the pixels, if there are any)."""
-    shape = (logits.shape[0], *logits.shape[2:])
-    count = int(torch.Size(shape).numel())
-    target = torch.arange(count, device=logits.device).remainder(logits.shape[1]).reshape(shape)
-    return F.cross_entropy(logits, target)
-
-
-def _own_loss(output: Any) -> Tensor:
-    loss: Tensor = output.loss
-    return loss
-
-
-def _googlenet_loss(output: Any) -> Tensor:
-    auxiliary = cross_entropy(output.aux_logits1) + cross_entropy(output.aux_logits2)
-    return cross_entropy(output.logits) + 0.3 * auxiliary
-
-
-def _segmentation_loss(output: Any) -> Tensor:
-    return cross_entropy(output["out"]) + 0.5 * cross_entropy(output["aux"])
-
-
-def _sample_loss(output: Any) -> Tensor:
-    sample: Tensor = output.sample
-    return sample.square().mean()
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 
 def _images(cpu: tuple[int, int], gpu: tuple[int, int]) -> Callable[[str], Batch]:
@@ -274,8 +224,7 @@ def _vgg16() -> BenchModel:
 
 
 def _vit(scale: str) -> nn.Module:
-    import_torchvision()
-    vision_transformer = importlib.import_module("torchvision.models.vision_transformer")
+    vision_transformer = import_library("torchvision.models.vision_transformer")
     if scale == "gpu":
         return import_torchvision().models.vit_b_16(weights=None, dropout=0.1).train()
     return vision_transformer.VisionTransformer(
@@ -288,7 +237,7 @@ def _mixer(scale: str) -> nn.Module:
     timm = import_library("timm")
     if scale == "gpu":
         return timm.create_model("mixer_b16_224", pretrained=False, drop_rate=0.1, proj_drop_rate=0.1).train()
-    mixer = importlib.import_module("timm.models.mlp_mixer").MlpMixer
+    mixer = import_library("timm.models.mlp_mixer").MlpMixer
     return mixer(10, img_size=64, patch_size=8, num_blocks=8, embed_dim=192, drop_rate=0.1, proj_drop_rate=0.1).train()
 
 
@@ -307,7 +256,7 @@ def _transformers(
         sizes = cpu if scale == "cpu" else gpu
         return cls(cls.config_class(**{"vocab_size": 512, **common, **sizes})).train()
 
-    return BenchModel(name, build, batch, _own_loss, blocks, quick=quick)
+    return BenchModel(name, build, batch, own_loss, blocks, quick=quick)
 
 
 def _diffusers_unet() -> BenchModel:
@@ -329,7 +278,7 @@ def _diffusers_unet() -> BenchModel:
         )
 
     blocks = ("*_blocks.*.resnets.*", "mid_block.resnets.*", "*_blocks.*.attentions.*", "mid_block.attentions.*")
-    return BenchModel("diffusers_unet", build, _noised((4, 32), (16, 64)), _sample_loss, blocks)
+    return BenchModel("diffusers_unet", build, _noised((4, 32), (16, 64)), sample_loss, blocks)
 
 
 # -- the entries -------------------------------------------------------------------------------------------------------
@@ -390,7 +339,7 @@ def _entries() -> Iterator[BenchModel]:
     yield _torchvision("mobilenet_v3_large", (8, 96), (128, 224), ("features.*",), _mobilenet_chain)
     yield _torchvision("efficientnet_b0", (8, 96), (128, 224), ("features.*.*",))
     yield _torchvision(
-        "googlenet", (8, 96), (128, 224), ("inception*",), loss=_googlenet_loss, init_weights=False, aux_logits=True
+        "googlenet", (8, 96), (128, 224), ("inception*",), loss=googlenet_loss, init_weights=False, aux_logits=True
     )
     yield _torchvision("convnext_tiny", (4, 64), (64, 224), ("features.*.*",))
     yield _torchvision("swin_t", (4, 64), (64, 224), ("features.*.*",))
@@ -401,7 +350,7 @@ def _entries() -> Iterator[BenchModel]:
         (2, 64),
         (16, 256),
         ("backbone.layer?.*", "classifier"),
-        loss=_segmentation_loss,
+        loss=segmentation_loss,
         weights_backbone=None,
         aux_loss=True,
     )

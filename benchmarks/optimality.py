@@ -22,7 +22,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from benchmarks.models import import_torchvision
+from benchmarks.libraries import import_torchvision
 from benchmarks.results_file import RESULTS, machine
 from fxmem.capture import Inputs, capture
 from fxmem.planners import PLANNERS, cheapest_within

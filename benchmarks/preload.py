@@ -8,7 +8,7 @@ import torch
 import torch._dynamo
 
 import benchmarks.measure
-from benchmarks.models import import_torchvision
+from benchmarks.libraries import import_torchvision
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore")

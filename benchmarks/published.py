@@ -27,7 +27,9 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from benchmarks.models import cross_entropy, deep_resnet, import_torchvision
+from benchmarks.libraries import import_torchvision
+from benchmarks.losses import cross_entropy
+from benchmarks.models import deep_resnet
 from benchmarks.results_file import RESULTS, machine
 from fxmem.capture import Inputs, capture
 from fxmem.pipeline import Settings, frontier_of, profile_model

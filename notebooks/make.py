@@ -33,7 +33,7 @@ GPT = """#%
 import sys
 
 sys.path.insert(0, "..")
-from benchmarks.models import import_torchvision
+from benchmarks.libraries import import_torchvision
 
 import_torchvision()  # transformers imports it; on a CPU build of torch its compiled ops need a word first
 

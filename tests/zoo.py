@@ -14,17 +14,17 @@ them. The libraries are imported when a model is built, not before.
 Run `python -m tests.zoo` for a table of all entries with the seconds of one eager step.
 """
 
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from benchmarks.libraries import import_library, import_torchvision
+from benchmarks.losses import cross_entropy, googlenet_loss, inception_loss, sample_loss, segmentation_loss
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -70,68 +70,6 @@ def names(family: str | None = None) -> list[str]:
     if family is not None and family not in FAMILIES:
         raise KeyError(f"no family {family!r} in the zoo; known: {', '.join(FAMILIES)}")
     return [name for name, entry in _ZOO.items() if family in (None, entry.family)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Importing the libraries
-# ---------------------------------------------------------------------------------------------------------------------
-
-_declared: list[torch.library.Library] = []  # a Library takes its schemas along when it is collected
-
-
-def import_torchvision() -> ModuleType:
-    """torchvision, on a CPU build of torch too.
-
-    There its compiled operators may not load, and the import stops where `nms` gets a fake kernel. The schemas
-    alone let it through; no model here calls the operators. Where they load, nothing is declared.
-    """
-    try:
-        return importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::nms does not exist" not in str(error):
-            raise
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _declared.append(library)
-    return importlib.import_module("torchvision")
-
-
-def _import(name: str) -> ModuleType:
-    import_torchvision()  # the others import it too
-    return importlib.import_module(name)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses. Targets are functions of the shape, so that a loss draws nothing from the generator.
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _cross_entropy(logits: Tensor) -> Tensor:
-    """Against classes 0, 1, 2, ... over the batch (and over the pixels, if there are any)."""
-    shape = (logits.shape[0], *logits.shape[2:])
-    count = int(torch.Size(shape).numel())
-    target = torch.arange(count, device=logits.device).remainder(logits.shape[1]).reshape(shape)
-    return F.cross_entropy(logits, target)
-
-
-def _googlenet_loss(output: Any) -> Tensor:
-    auxiliary = _cross_entropy(output.aux_logits1) + _cross_entropy(output.aux_logits2)
-    return _cross_entropy(output.logits) + 0.3 * auxiliary
-
-
-def _inception_loss(output: Any) -> Tensor:
-    return _cross_entropy(output.logits) + 0.4 * _cross_entropy(output.aux_logits)
-
-
-def _segmentation_loss(output: Any) -> Tensor:
-    return _cross_entropy(output["out"]) + 0.5 * _cross_entropy(output["aux"])
-
-
-def _sample_loss(output: Any) -> Tensor:
-    """Mean square of a diffusion model's output."""
-    sample: Tensor = output.sample
-    return sample.square().mean()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,7 +172,7 @@ def _torchvision(
     name: str,
     image_size: int = 64,
     default_batch: int = 4,
-    loss_fn: Callable[[Any], Tensor] = _cross_entropy,
+    loss_fn: Callable[[Any], Tensor] = cross_entropy,
     **options: Any,
 ) -> ZooModel:
     def build() -> nn.Module:
@@ -250,18 +188,17 @@ def _torchvision_class(
     """For architectures whose ready-made sizes are too large: the same class with smaller numbers."""
 
     def build() -> nn.Module:
-        import_torchvision()
-        cls = getattr(importlib.import_module(f"torchvision.models.{module}"), class_name)
+        cls = getattr(import_library(f"torchvision.models.{module}"), class_name)
         return cls(num_classes=NUM_CLASSES, **options).train()
 
-    return ZooModel(name, "torchvision", build, _images(image_size), default_batch, _cross_entropy)
+    return ZooModel(name, "torchvision", build, _images(image_size), default_batch, cross_entropy)
 
 
 def _timm(name: str, image_size: int = 64, default_batch: int = 4, **options: Any) -> ZooModel:
     def build() -> nn.Module:
-        return _import("timm").create_model(name, pretrained=False, num_classes=NUM_CLASSES, **options).train()
+        return import_library("timm").create_model(name, pretrained=False, num_classes=NUM_CLASSES, **options).train()
 
-    return ZooModel(name, "timm", build, _images(image_size), default_batch, _cross_entropy)
+    return ZooModel(name, "timm", build, _images(image_size), default_batch, cross_entropy)
 
 
 def _transformers(
@@ -273,7 +210,7 @@ def _transformers(
     **config: Any,
 ) -> ZooModel:
     def build() -> nn.Module:
-        cls = getattr(_import("transformers"), model_class)
+        cls = getattr(import_library("transformers"), model_class)
         return cls(cls.config_class(**config)).train()
 
     return ZooModel(name, "transformers", build, batch, default_batch, loss_fn)
@@ -283,17 +220,17 @@ def _diffusers(
     name: str, model_class: str, batch: Callable[[int], Batch], default_batch: int = 4, **config: Any
 ) -> ZooModel:
     def build() -> nn.Module:
-        return getattr(_import("diffusers"), model_class)(**config).train()
+        return getattr(import_library("diffusers"), model_class)(**config).train()
 
-    return ZooModel(name, "diffusers", build, batch, default_batch, _sample_loss)
+    return ZooModel(name, "diffusers", build, batch, default_batch, sample_loss)
 
 
 def _smp(name: str, model_class: str, image_size: int = 64, default_batch: int = 4, **options: Any) -> ZooModel:
     def build() -> nn.Module:
-        cls = getattr(_import("segmentation_models_pytorch"), model_class)
+        cls = getattr(import_library("segmentation_models_pytorch"), model_class)
         return cls(encoder_weights=None, classes=NUM_CLASSES, **options).train()
 
-    return ZooModel(name, "smp", build, _images(image_size), default_batch, _cross_entropy)
+    return ZooModel(name, "smp", build, _images(image_size), default_batch, cross_entropy)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,8 +284,8 @@ def _entries() -> Iterator[ZooModel]:
     yield _torchvision("densenet121", drop_rate=0.1)
     yield _torchvision("vgg16", image_size=32)
     yield _torchvision("squeezenet1_1", default_batch=16)
-    yield _torchvision("googlenet", loss_fn=_googlenet_loss, init_weights=False)
-    yield _torchvision("inception_v3", image_size=299, default_batch=2, loss_fn=_inception_loss, init_weights=False)
+    yield _torchvision("googlenet", loss_fn=googlenet_loss, init_weights=False)
+    yield _torchvision("inception_v3", image_size=299, default_batch=2, loss_fn=inception_loss, init_weights=False)
     yield _torchvision("mobilenet_v2", default_batch=8)
     yield _torchvision("mobilenet_v3_small", default_batch=8)
     yield _torchvision("mnasnet0_5", default_batch=8)
@@ -359,7 +296,7 @@ def _entries() -> Iterator[ZooModel]:
     yield _torchvision(
         "deeplabv3_resnet50",
         default_batch=2,
-        loss_fn=_segmentation_loss,
+        loss_fn=segmentation_loss,
         weights_backbone=None,
         aux_loss=True,
     )
