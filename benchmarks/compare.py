@@ -30,6 +30,8 @@ from benchmarks.ways import LEAST, NOT_INSTALLABLE, SHARES, Way, peers
 NO_BUDGET = Way("fxmem, no budget", "fxmem")
 MOST_SECONDS = 600
 """A measurement that takes longer is given up."""
+EAGER_PEERS = ("checkpoint", "sequential", "selective")
+"""Kinds of ways that recompute in eager PyTorch."""
 QUICK_SECONDS = 150.0
 """The deadline of ``--quick``."""
 
@@ -265,6 +267,8 @@ class Verdict:
     HEADERS = ("model", "peer", "peer MB", "fxmem MB", "peer +%", "fxmem +%", "of it", "fxmem lower by", "note")
     model: str
     peer: str
+    eager: bool
+    """Whether the peer runs in eager PyTorch."""
     peer_bytes: int
     our_bytes: int | None
     peer_extra: float
@@ -315,6 +319,7 @@ def verdicts_of(rows: list[Row], name: str) -> Iterator[Verdict]:
         yield Verdict(
             model=name,
             peer=peer.way,
+            eager=peer.kind in EAGER_PEERS,
             peer_bytes=peer.peak_bytes,
             our_bytes=ours.peak_bytes,
             peer_extra=peer_ratio - 1,
@@ -335,7 +340,7 @@ def summary(verdicts: list[Verdict], rows: list[Row], names: Sequence[str]) -> I
         )
     for name in names:
         of_model = [row for row in rows if row.model == name and row.peak_bytes is not None]
-        eager_peers = [r for r in of_model if r.kind in ("checkpoint", "sequential", "selective")]
+        eager_peers = [r for r in of_model if r.kind in EAGER_PEERS]
         floors = [r.floor_bytes for r in of_model if r.floor_bytes is not None]
         if eager_peers and floors:
             least = min(eager_peers, key=lambda r: r.peak_bytes or 0)

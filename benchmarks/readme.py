@@ -1,14 +1,21 @@
-"""Fill README's figures in from the committed results: ``python -m benchmarks.readme``."""
+"""README's figures and docs/comparison.md from the committed results: ``python -m benchmarks.readme``."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from benchmarks.compare import EAGER_PEERS, Verdict, verdicts_of
+from benchmarks.measure import Row
+from benchmarks.results_file import load_rows
+from benchmarks.ways import NOT_INSTALLABLE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
+PAGE = ROOT / "docs" / "comparison.md"
 
 
 def sweep() -> str:
@@ -31,41 +38,112 @@ def sweep() -> str:
 
 
 def compare() -> str:
-    """Return a table of each eager peer beside fxmem at the peer's own measured peak."""
-    results = json.loads((RESULTS / "compare_cpu.json").read_text())
-    rows = {(row["model"], row["way"]): row for row in results["rows"] if row.get("peak_bytes")}
-    lines, ratios = [], []
-    for (model, way), peer in rows.items():
-        ours = rows.get((model, f"fxmem at {way}"))
-        if ours is None or peer["kind"] not in ("checkpoint", "sequential", "selective"):
+    """Return a table of per-block checkpointing beside fxmem on every model, and the count over all eager peers."""
+    rows = _compared()
+    verdicts = [v for v in _verdicts(rows) if v.eager]
+    lines = []
+    for verdict in verdicts:
+        if verdict.peer != "checkpoint per block":
             continue
-        theirs, mine = peer["time_ratio"] - 1, ours["time_ratio"] - 1
-        ratios.append(mine / theirs)
-        right = "yes" if peer["buffers"] == "equal" else "**no**"
+        of_model = [row for row in rows if row.model == verdict.model]
+        eager_bytes = next(row.eager_peak_bytes for row in of_model if row.eager_peak_bytes)
+        least = min(row.peak_bytes for row in of_model if row.kind in EAGER_PEERS and row.peak_bytes)
+        floor = min(row.floor_bytes for row in of_model if row.floor_bytes)
+        right = "**no**" if "BatchNorm wrong" in verdict.note else "yes"
         lines.append(
-            f"| {model} | {way} | {peer['eager_peak_bytes'] / 1e6:.1f} | {peer['peak_bytes'] / 1e6:.1f} | "
-            f"{ours['peak_bytes'] / 1e6:.1f} | {theirs:+.0%} | {mine:+.0%} | {right} |"
+            f"| {verdict.model} | {eager_bytes / 1e6:.1f} | {verdict.peer_bytes / 1e6:.1f} | {verdict.peer_extra:+.0%} | "
+            f"{_percent(verdict.our_extra)} | {least / 1e6:.1f} | {floor / 1e6:.1f} | {right} |"
         )
-    ours_all = [row for row in rows.values() if row["kind"] == "fxmem"]
+    ratios = [v.ratio for v in verdicts if v.ratio is not None]
+    ours = [row for row in rows if row.kind == "fxmem" and row.peak_bytes]
     exact = sum(
-        r["gradients"] == "bitwise" and r["buffers"] == "equal" and r["peak_bytes"] == r["predicted_peak_bytes"]
-        for r in ours_all
+        r.gradients == "bitwise" and r.buffers == "equal" and r.peak_bytes == r.predicted_peak_bytes for r in ours
     )
-    lost = sum(ratio > 1 for ratio in ratios)
+    lost = sum(v.lost for v in verdicts)
     return "\n".join(
         (
-            "Beside what PyTorch offers today, each at its own measured peak (`make bench`; CPU "
-            f"{results['machine']['cpu']}, {results['machine']['date']}, a machine that was busy: differences of a few "
-            "points of time are noise):",
-            "",
-            "| model | peer | eager MB | peer MB | fxmem MB | peer's time | fxmem's time | peer's buffers right |",
+            "| model | eager MB | checkpoint per block MB | its time | fxmem's time in the same memory | least MB of "
+            "checkpoint, selective, sequential | fxmem's least MB | BatchNorm of checkpoint right |",
             "|---|---|---|---|---|---|---|---|",
             *lines,
             "",
-            f"In {len(ratios) - lost} of these {len(ratios)} fxmem costs less time, in {lost} more. Of the {len(ours_all)} "
-            f"measured rows of fxmem {exact} have bitwise eager's gradients and buffers and the predicted peak, exactly.",
+            f"{len(lines)} models, each step measured in turn with eager's, at the peer's own measured peak. Over all "
+            f"{len(verdicts)} points (per block, selective, sequential) fxmem's extra time is "
+            f"{statistics.mean(ratios):.2f} of the peer's in the mean, {statistics.median(ratios):.2f} in the median; it "
+            f"loses {lost}, beyond the spread of its own pairs. Of {len(ours)} measured rows of fxmem {exact} have bitwise "
+            "eager's gradients and buffers and the predicted peak, exactly. All ways, torch.compile's memory budget "
+            "included, and where fxmem loses: "
+            "[docs/comparison.md](docs/comparison.md).",
         )
     )
+
+
+def comparison_page() -> str:
+    """Return docs/comparison.md: every peer beside fxmem at its measured peak."""
+    results = json.loads((RESULTS / "compare_cpu.json").read_text())
+    rows = _compared()
+    verdicts = list(_verdicts(rows))
+    lines = [
+        f"| {v.model} | {v.peer} | {v.peer_bytes / 1e6:.1f} | {v.peer_extra:+.0%} | {_percent(v.our_extra)} | "
+        f"{'' if v.ratio is None else format(v.ratio, '.2f')} | {'lost' if v.lost else ''} | {v.note} |"
+        for v in verdicts
+    ]
+    absent = [f"- {row.model}, {row.way}: {row.problem}" for row in rows if row.problem and row.kind != "fxmem"]
+    machine = results["machine"]
+    return "\n".join(
+        (
+            "# fxmem beside its peers",
+            "",
+            f"From `benchmarks/results/compare_cpu.json` ({machine['cpu']}, torch {machine['torch']}, one thread, "
+            f"{machine['date']}); made by `make bench`, this page by `python -m benchmarks.readme`.",
+            "",
+            "Each peer and eager take turns in one process, fxmem at the peer's measured peak and eager in another; times "
+            "are CPU times over eager's, medians of pairs. A compiled peer's extra time is counted over its own time "
+            "without recomputation, since fusion is its merit and recomputation its cost. *lost*: fxmem is slower by more "
+            "than the spread of its own pairs, or cannot reach the peak.",
+            "",
+            "| model | peer | peak MB | peer's extra time | fxmem's extra time | of it | | remarks |",
+            "|---|---|---|---|---|---|---|---|",
+            *lines,
+            "",
+            *_totals(verdicts),
+            "",
+            "What could not be measured:",
+            "",
+            *absent,
+            *(f"- {name}: {reason}" for name, reason in NOT_INSTALLABLE.items()),
+            "",
+        )
+    )
+
+
+def _totals(verdicts: list[Verdict]) -> list[str]:
+    """Return a line on the eager peers and one on the compiled ones."""
+    lines = []
+    for what, eager in (("Eager peers", True), ("Compiled peers", False)):
+        some = [v for v in verdicts if v.eager == eager]
+        ratios = [v.ratio for v in some if v.ratio is not None]
+        if ratios:
+            lines.append(
+                f"{what}: {len(some)} points, lost {sum(v.lost for v in some)}; fxmem's extra time over the peer's: mean "
+                f"{statistics.mean(ratios):.2f}, median {statistics.median(ratios):.2f} of the {len(ratios)} points where "
+                "the peer's is above one percent."
+            )
+            lines.append("")
+    return lines[:-1]
+
+
+def _compared() -> list[Row]:
+    return load_rows(RESULTS / "compare_cpu.json")
+
+
+def _verdicts(rows: list[Row]) -> Iterator[Verdict]:
+    for name in dict.fromkeys(row.model for row in rows):
+        yield from verdicts_of(rows, name)
+
+
+def _percent(share: float | None) -> str:
+    return "not reached" if share is None else f"{share:+.0%}"
 
 
 SECTIONS: dict[str, Callable[[], str]] = {"sweep": sweep, "compare": compare}
@@ -82,3 +160,4 @@ def filled(text: str) -> str:
 if __name__ == "__main__":
     path = ROOT / "README.md"
     path.write_text(filled(path.read_text()))
+    PAGE.write_text(comparison_page())
