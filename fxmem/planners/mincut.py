@@ -27,9 +27,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from fxmem.planners.flow import SINK, SOURCE, Flow
 from fxmem.planners.frontier import Clock, judge_all
 from fxmem.simulate import NO_RECIPE, Tables, tables_of
 from fxmem.types import KEEP, FrontierPoint, GraphProfile
@@ -38,7 +37,6 @@ FLOW_UNITS = 10**9
 """Seconds of all recipes together, in units of flow: an integer below 2^31, fine enough to tell costs apart."""
 MAX_CHOICES = 96
 """Prices after which a menu is left as it is."""
-SOURCE, SINK = 0, 1
 SECONDS, INFINITE = -1, -2
 """What an edge carries if not weights: the seconds of the recipe at its tail, or more than any cut."""
 
@@ -126,14 +124,9 @@ class Network:
         self.seconds = np.asarray(tables.seconds, dtype=np.float64)
         self.total_seconds = float(self.seconds.sum()) or 1.0
         self.num_vertices = 2 + len(tables.inputs) + len(tables.nbytes)
-        self.reads = csr_matrix(
-            (
-                np.ones(sum(map(len, tables.inputs))),
-                np.array([s for inputs in tables.inputs for s in inputs], dtype=np.int32),
-                np.concatenate([[0], np.cumsum([len(inputs) for inputs in tables.inputs])]).astype(np.int32),
-            ),
-            shape=(len(tables.inputs), len(tables.nbytes)),
-        )
+        reads = [(p, s) for p, inputs in enumerate(tables.inputs) for s in inputs]
+        self.readers = np.array([p for p, _ in reads], dtype=np.int64)
+        self.read = np.array([s for _, s in reads], dtype=np.int64)
         self._lay_out(self._edges(np.asarray(weights, dtype=np.float64)))
         self.weigh(weights)
         self.num_edges = int((self.edge_weight > 0).sum())
@@ -154,7 +147,7 @@ class Network:
         return edges
 
     def _lay_out(self, edges: dict[tuple[int, int], list[int]]) -> None:
-        """Sort the edges once into the layout of a sparse matrix."""
+        """Put the edges in order, once."""
         keys = sorted(edges)
         carried = [(e, s) for e, key in enumerate(keys) for s in edges[key] if s >= 0]
         self.carrying = np.array([e for e, _ in carried], dtype=np.int64)
@@ -162,9 +155,7 @@ class Network:
         self.infinite = np.array([edges[key][0] == INFINITE for key in keys], dtype=bool)
         timed = [key[0] - 2 if edges[key][0] == SECONDS else -1 for key in keys]
         self.edge_seconds = np.append(self.seconds, 0.0)[timed]
-        self.heads = np.array([head for _, head in keys], dtype=np.int32)
-        counts = np.bincount([tail for tail, _ in keys], minlength=self.num_vertices)
-        self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        self.flow = Flow(self.num_vertices, [tail for tail, _ in keys], [head for _, head in keys])
 
     def weigh(self, weights: Sequence[float] | NDArray[np.float64]) -> None:
         """Exchange the weights of the storages."""
@@ -186,18 +177,10 @@ class Network:
         scale = FLOW_UNITS / self.total_seconds
         with np.errstate(invalid="ignore"):
             real = scale * (price * self.edge_weight + self.edge_seconds)
-        capacities = np.minimum(np.rint(real), FLOW_UNITS + 1).astype(np.int32)
-        shape = (self.num_vertices, self.num_vertices)
-        graph = csr_matrix((capacities, self.heads, self.starts), shape=shape)
-        result = maximum_flow(graph, SOURCE, SINK)
-        residual = graph - result.flow
-        residual.data[residual.data < 0] = 0
-        residual.eliminate_zeros()
-        reached = breadth_first_order(residual, SOURCE, return_predecessors=False)
-        reruns = np.zeros(self.num_vertices, dtype=bool)
-        reruns[reached] = True
-        least = max(0.0, (int(result.flow_value) - 0.5 * len(self.heads)) / scale)
-        return least, reruns[2 : 2 + len(self.tables.inputs)]
+        capacities = np.minimum(np.rint(real), FLOW_UNITS + 1).astype(np.int64).tolist()
+        value, reached = self.flow.least_cut(capacities)
+        least = max(0.0, (value - 0.5 * len(capacities)) / scale)
+        return least, np.array(reached[2 : 2 + len(self.tables.inputs)])
 
     def nothing(self) -> Choice:
         return self._choice(np.zeros(len(self.tables.inputs), dtype=bool))
@@ -208,7 +191,8 @@ class Network:
 
     def held(self, reruns: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return which storages the choice holds, those apart that no choice could let go of."""
-        needed = self.saved | (self.reads.T @ reruns.astype(np.float64) > 0)
+        needed = self.saved.copy()
+        needed[self.read[reruns[self.readers]]] = True
         remade = np.zeros(len(needed), dtype=bool)
         droppable = self.position != NO_RECIPE
         remade[droppable] = reruns[self.position[droppable]]
