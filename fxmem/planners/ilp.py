@@ -77,6 +77,9 @@ class _Program:
         self.milp = Milp()
         self.stages = _stages(tables, self.events)
         self.full: list[list[Expression]] = []
+        """F after each stage; stages that rerun nothing share one list."""
+        self.held: dict[tuple[int, int], list[Expression]] = {}
+        """G by identity of F and tick."""
         self.passed: list[list[tuple[int, Expression, Expression]]] = [[] for _ in tables.nbytes]
         self.readers: list[list[int]] = [[] for _ in tables.nbytes]
         for k, inputs in enumerate(tables.inputs):
@@ -89,8 +92,8 @@ class _Program:
         self._forward(F)
         self.full.append(F)
         for t, stage in enumerate(self.stages):
-            before, F = F, list(F)
             ancestors = self._ancestors(stage.target, F)
+            before, F = F, list(F) if ancestors else F
             R = {k: term(self.milp.binary(cost=tables.seconds[k])) for k in ancestors}
             self._rerun(stage, before, F, R)
             self.full.append(F)
@@ -177,23 +180,29 @@ class _Program:
                     empties.append(minus(ONE, F[s]))
                 else:
                     empties += [minus(W[j], F[s]) for j in self.readers[s] if W[j] != ZERO]
-            W[k] = milp.largest(empties)
+            if empties:
+                W[k] = milp.largest(empties)
         return W
 
     def _held(self, F: list[Expression], tick: int) -> list[Expression]:
         """G: what is held at the start of ``tick`` (rules 1 to 3 of NOTE [Who holds a managed storage])."""
+        key = (id(F), tick)
+        if key not in self.held:
+            self.held[key] = self._new_held(F, tick)
+        return self.held[key]
+
+    def _new_held(self, F: list[Expression], tick: int) -> list[Expression]:
         events, W = self.events, self._wants(F, tick)
-        G = []
+        G = [ZERO] * len(F)
         for s, full in enumerate(F):
             if not events.created[s] < tick:
-                G.append(ZERO)
-            elif tick <= events.gone[s]:
-                G.append(ONE)
+                continue
+            if tick <= events.gone[s]:
+                G[s] = ONE
             elif tick <= events.released.get(s, -1):
-                G.append(full)
-            else:
-                wanting = [W[k] for k in self.readers[s] if W[k] != ZERO]
-                G.append(self.milp.largest([minus(plus(w, (full, 1.0)), ONE) for w in wanting]))
+                G[s] = full
+            elif wanting := [W[k] for k in self.readers[s] if W[k] != ZERO]:
+                G[s] = self.milp.largest([minus(plus(w, (full, 1.0)), ONE) for w in wanting])
         return G
 
     # -- memory -----------------------------------------------------------------------------------------------------------
@@ -231,14 +240,18 @@ class _Program:
         tables, milp, tick = self.tables, self.milp, stage.tick
         start_bytes = tables.ticks[tick][1]
         G_before, G_after = self._held(before, tick), self._held(F, tick)
+        concerned = [
+            (s, maker)
+            for s, maker in enumerate(tables.position)
+            if G_before[s] != ZERO or G_after[s] != ZERO or not R.keys().isdisjoint(self.readers[s])
+        ]
         for k in R:
-            L = list(enumerate(G_before))
-            for s, maker in enumerate(tables.position):
-                later = [R[j] for j in self.readers[s] if j >= k and j in R]
-                if maker != NO_RECIPE and maker < k:
-                    L[s] = (s, milp.largest([G_after[s], *later]))
-                elif maker == NO_RECIPE and G_before[s] != ONE:
-                    L[s] = (s, milp.largest([G_after[s], *later]) if G_before[s] != ZERO else ZERO)
+            L = []
+            for s, maker in concerned:
+                held = G_before[s]
+                if maker < k and (maker != NO_RECIPE or held not in (ONE, ZERO)):
+                    held = milp.largest([G_after[s], *(R[j] for j in self.readers[s] if j >= k and j in R)])
+                L.append((s, held))
             refills = [minus(F[s], before[s]) for s in tables.products[k] if tables.position[s] == k]
             internal = [tables.internal[s] for s in tables.products[k] if tables.position[s] == k]
             C = milp.largest([r for r, is_internal in zip(refills, internal, strict=True) if is_internal and r != ZERO])

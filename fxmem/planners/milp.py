@@ -45,6 +45,10 @@ def plus(left: Expression, *right: tuple[Expression, float]) -> Expression:
 
 
 def minus(left: Expression, right: Expression) -> Expression:
+    if not right[1]:
+        return (left[0] - right[0], left[1])
+    if not left[1]:
+        return (left[0] - right[0], tuple([(variable, -factor) for variable, factor in right[1]]))
     return plus(left, (right, -1.0))
 
 
