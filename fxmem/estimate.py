@@ -177,9 +177,12 @@ def estimate(
 
     with on_fakes():
         captured = capture(model, inputs, region)
-        graph_profile = profile_model(model, captured, inputs, replace(settings, inplace=False)).profile
+        profiled = profile_model(model, captured, inputs, replace(settings, inplace=False))
         planned_profile = profile_model(model, captured, inputs, settings).profile
-        peak_bytes = eager_peak_bytes(model, captured, inputs, step, lambda *event: events.append(event))
+        peak_bytes = eager_peak_bytes(
+            model, captured, inputs, step, lambda *event: events.append(event), profiled.gradients
+        )
+    graph_profile = profiled.profile
     plan = keep_all(graph_profile)
     timeline = simulate(graph_profile, plan, with_steps=True)
 

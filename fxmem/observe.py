@@ -24,7 +24,7 @@ from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld, ScalarReads
 from fxmem.regions import op_of
 from fxmem.replay import View
-from fxmem.step import TrainingStep, default_loss, run_step, warm_fake_step
+from fxmem.step import Gradients, TrainingStep, default_loss, give_gradients, gradients_of, run_step, warm_fake_step
 from fxmem.track import StorageTracker, has_storage, parts_of, tensors_of
 from fxmem.types import Phase, StaticBytes
 
@@ -78,16 +78,20 @@ class Observation:
     """By storage serial."""
     gradients: frozenset[int]
     """Storages of the gradients that the backward makes and leaves behind."""
+    left: Gradients | None
+    """The gradients that the backward leaves, all on parameters; None if they cannot be told one by one."""
     backward_flops: int
     backward_moved_bytes: int
 
 
-def observe(captured: Captured, inputs: Inputs, world: FakeWorld, step: TrainingStep) -> Observation:
-    """Run the step on fakes and return what was seen.
+def observe(
+    captured: Captured, inputs: Inputs, world: FakeWorld, step: TrainingStep, gradients: Gradients | None = None
+) -> Observation:
+    """Run the step on fakes and return what was seen. ``gradients``: what its backward leaves on parameters, if known.
 
     Errors: ``ProfileError`` naming the node that cannot run on fakes.
     """
-    observation = _Observer(captured, inputs, world).run(step)
+    observation = _Observer(captured, inputs, world).run(step, gradients)
     if captured.autocast is not None:
         _note_cached(observation, _Observer(captured, inputs, FakeWorld(inputs.leaves), discard=True), step)
     return observation
@@ -153,6 +157,7 @@ class _Observer:
         self.versions: dict[int, int] = {}
         self.gradients: set[int] = set()
         self.leaves_with_grad: list[torch.Tensor] = []
+        self.left: Gradients | None = None
         self.backward_work = [0, 0]
         self.in_backward = False
 
@@ -194,13 +199,19 @@ class _Observer:
         self.in_backward = phase is Phase.BACKWARD
         if phase is Phase.OPTIMIZER:
             self.gradients.update(self._gradient_serials())
+            # A buffer that requires grad has a gradient left too.
+            if not any(buffer.requires_grad for buffer in self.graph_module.buffers()):
+                self.left = gradients_of([self.world.fake(p) for p in self.captured.parameters])
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def run(self, step: TrainingStep) -> Observation:
+    def run(self, step: TrainingStep, gradients: Gradients | None) -> Observation:
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
+        parameters = [self.world.fake(p) for p in self.captured.parameters]
 
         def micro_batch() -> None:
+            if gradients is not None:
+                return give_gradients(parameters, gradients)
             leaves = FakeWorld(fakes).fake_all(fakes)
             scout = _Observer(self.captured, self.inputs, self.world)
 
@@ -211,9 +222,9 @@ class _Observer:
             run_step(forward, step.loss_fn, autocast=self.captured.autocast)
 
         with self.world.active(self.graph_module):
-            pairs = [(p, self.world.fake(p)) for p in self.captured.parameters]
+            pairs = list(zip(self.captured.parameters, parameters, strict=True))
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
-            self.leaves_with_grad = [fake for _, fake in pairs] + leaves
+            self.leaves_with_grad = parameters + leaves
             optimizer, scaler = warm_fake_step(step, pairs, micro_batch)
             static = self._hold_statics(fakes, (optimizer, scaler))
             earlier = self._gradient_serials()
@@ -240,6 +251,7 @@ class _Observer:
             cached_until,
             self.devices,
             frozenset(self.gradients - earlier),
+            self.left,
             self.backward_work[0],
             self.backward_work[1],
         )

@@ -78,7 +78,7 @@ def compile_model(
     profiled = profile_model(model, captured, inputs, settings)
     points = frontier_of(profiled.profile, settings)
     chosen = emit_within_budget(profiled, inputs, settings, points)
-    eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step)
+    eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, gradients=profiled.gradients)
     report = build_report(
         profiled.profile,
         chosen.point,
@@ -105,7 +105,7 @@ def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, se
     decisions = decide(profiled) if settings.inplace else ()
     if any(not decision.why_not for decision in decisions):
         captured = in_place(captured, decisions)
-        profiled = profile(captured, inputs, hardware.seconds, settings.step)
+        profiled = profile(captured, inputs, hardware.seconds, settings.step, profiled.gradients)
     profiled = replace(profiled, inplace=decisions)
     return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
 
@@ -160,7 +160,15 @@ def _emit(profiled: Profiled, inputs: Inputs, step: TrainingStep, point: Frontie
     timeline = simulate(profiled.profile, point.plan)
     graph_module = rewrite(profiled, point.plan)
     events: list[Allocation] = []
-    verification = verify(graph_module, profiled.captured, inputs, timeline, step, lambda *event: events.append(event))
+    verification = verify(
+        graph_module,
+        profiled.captured,
+        inputs,
+        timeline,
+        step,
+        lambda *event: events.append(event),
+        profiled.gradients,
+    )
     return Emitted(point, timeline, graph_module, verification, tuple(events))
 
 

@@ -20,7 +20,7 @@ from fxmem.fake import FakeWorld
 from fxmem.observe import Event, NodeObservation, Observation, observe
 from fxmem.regions import op_of
 from fxmem.replay import NodeReplay, Replay, SavedInRerun, View, autocast_as_in_forward
-from fxmem.step import BARE, TrainingStep
+from fxmem.step import BARE, Gradients, TrainingStep
 from fxmem.track import StorageTracker
 from fxmem.types import GraphProfile, InplaceDecision, NodeProfile, Phase, Recipe, Storage, Tick
 
@@ -54,6 +54,8 @@ class Profiled:
     """By managed storage: the node that writes it last."""
     devices: tuple[torch.device, ...]
     """Devices the graph's tensors lie on."""
+    gradients: Gradients | None
+    """What the backward leaves on the model's parameters; None if that cannot be told one by one."""
     inplace: tuple[InplaceDecision, ...] = ()
     """What was decided of each op that has an in-place form."""
 
@@ -63,13 +65,15 @@ def profile(
     inputs: Inputs,
     timer: NodeTimer,
     step: TrainingStep = BARE,
+    gradients: Gradients | None = None,
 ) -> Profiled:
     """Return the profile of the training step of ``captured`` at the signature of ``inputs``.
 
-    ``timer`` gives seconds for (FLOPs, bytes moved). Errors: ``ProfileError``.
+    ``timer`` gives seconds for (FLOPs, bytes moved). ``gradients``: what the backward leaves on parameters, if it is
+    known from another graph of the same model. Errors: ``ProfileError``.
     """
     world = FakeWorld(inputs.leaves)
-    observation = observe(captured, inputs, world, step)
+    observation = observe(captured, inputs, world, step, gradients)
     return _Builder(captured, observation, timer, world).build()
 
 
@@ -142,6 +146,7 @@ class _Builder:
             static_names=tuple(self.seen.statics.values()),
             last_writer=tuple(self.writers[serial][-1] for serial in self.managed),
             devices=self.devices,
+            gradients=self.seen.left,
         )
 
     # -- naming ---------------------------------------------------------------------------------------------------------

@@ -53,6 +53,43 @@ BARE = TrainingStep()
 """Forward, default loss and backward."""
 
 
+@dataclass(frozen=True, slots=True)
+class GradientLike:
+    """What a gradient is like that lies alone on its storage."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def new(self) -> torch.Tensor:
+        """Return a tensor like it."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+Gradients = tuple[GradientLike | None, ...]
+"""What a backward leaves on each parameter, in the model's order; None where it does not reach."""
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> Gradients | None:
+    """Return what gradients there are; None if one of them is sparse, or shares or does not fill its storage."""
+    gradients = [p.grad for p in parameters]
+    if not all(grad is None or grad.layout == torch.strided for grad in gradients):
+        return None
+    storages = [grad.untyped_storage() for grad in gradients if grad is not None]
+    alone = len({storage._cdata for storage in storages}) == len(storages)
+    full = sum(storage.nbytes() for storage in storages) == sum(g.nbytes for g in gradients if g is not None)
+    if not (alone and full):
+        return None
+    return tuple(None if g is None else GradientLike(g.shape, g.stride(), g.dtype, g.device) for g in gradients)
+
+
+def give_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> None:
+    """Leave on ``parameters`` what a backward left that :func:`gradients_of` looked at."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.new()
+
+
 def run_step(
     forward: Callable[[], Any],
     loss_fn: LossFn | None = None,
@@ -119,8 +156,8 @@ def warm_fake_step(
     """Return optimizer and scaler of ``step`` over fake parameters in their steady state; leave earlier gradients.
 
     ``parameters``: pairs (real, fake). ``micro_batch`` runs forward, loss and backward of one micro-batch on these
-    fakes: what it gives a gradient, and what the optimizer given has state of already, has state. Runs under the
-    fakes' mode. Errors: ``InputError`` if there is no steady state.
+    fakes, or leaves the gradients of one: what it gives a gradient, and what the optimizer given has state of already,
+    has state. Runs under the fakes' mode. Errors: ``InputError`` if there is no steady state.
     """
     fakes = {id(real): fake for real, fake in parameters if fake.requires_grad}
     optimizer = _fake_optimizer(step.optimizer, fakes)

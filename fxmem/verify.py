@@ -15,9 +15,9 @@ from fxmem.capture import Captured, Inputs
 from fxmem.cuda import Allocation, AllocatorPeaks, allocator_peaks, cublas_workspace_bytes
 from fxmem.errors import VerificationError
 from fxmem.fake import FakeWorld, ScalarReads
-from fxmem.step import BARE, TrainingStep, run_step, warm_fake_step
+from fxmem.step import BARE, Gradients, TrainingStep, give_gradients, gradients_of, run_step, warm_fake_step
 from fxmem.track import Listener, StorageTracker, tensors_of
-from fxmem.types import Timeline, Verification
+from fxmem.types import Phase, Timeline, Verification
 from fxmem.values import seeing_values
 
 
@@ -28,10 +28,12 @@ def verify(
     timeline: Timeline,
     step: TrainingStep = BARE,
     listener: Listener | None = None,
+    gradients: Gradients | None = None,
 ) -> Verification:
     """Run ``emitted`` on fakes and compare its peak with the plan's ``timeline``.
 
-    ``listener`` is told of every allocation and free, first of those that are there at the start. Errors:
+    ``listener`` is told of every allocation and free, first of those that are there at the start. ``gradients``: what
+    the backward should leave on parameters, if known. Errors:
     ``VerificationError`` if it cannot run; a differing peak is returned, not raised.
     """
     try:
@@ -43,6 +45,7 @@ def verify(
             inputs,
             step,
             listener,
+            gradients,
         )
     except Exception as error:
         raise VerificationError(f"the emitted module does not run on fake tensors: {error}") from error
@@ -50,11 +53,17 @@ def verify(
 
 
 def eager_peak_bytes(
-    model: torch.nn.Module, captured: Captured, inputs: Inputs, step: TrainingStep, listener: Listener | None = None
+    model: torch.nn.Module,
+    captured: Captured,
+    inputs: Inputs,
+    step: TrainingStep,
+    listener: Listener | None = None,
+    gradients: Gradients | None = None,
 ) -> int:
     """Return the peak of the original model's own training step, in bytes.
 
-    ``listener`` is told of every allocation and free, first of those that are there at the start.
+    ``listener`` is told of every allocation and free, first of those that are there at the start. ``gradients``: what
+    the backward should leave on parameters, if known.
     """
 
     def forward(leaves: list[Any]) -> Any:
@@ -62,7 +71,7 @@ def eager_peak_bytes(
         with seeing_values(inputs.leaves, leaves):
             return model(*args, **kwargs)
 
-    return fake_peak_bytes(forward, model, model, captured, inputs, step, listener)
+    return fake_peak_bytes(forward, model, model, captured, inputs, step, listener, gradients)
 
 
 def fake_peak_bytes(
@@ -73,30 +82,68 @@ def fake_peak_bytes(
     inputs: Inputs,
     step: TrainingStep,
     listener: Listener | None = None,
+    gradients: Gradients | None = None,
 ) -> int:
     """Return the tracked peak of a training step of ``forward(fake leaves)``, whose state lies in ``module``.
 
-    All parameters and buffers of ``owner`` count, whether ``forward`` uses them or not.
+    All parameters and buffers of ``owner`` count, whether ``forward`` uses them or not. Where the backward leaves
+    other ``gradients`` than those given, the step is run again after a micro-batch that tells.
+    """
+    if gradients is not None:
+        events: list[Allocation] = []
+        peak_bytes, left = _fake_step(
+            forward, module, owner, captured, inputs, step, lambda *event: events.append(event), gradients
+        )
+        if left == gradients:
+            if listener is not None:
+                for event in events:
+                    listener(*event)
+            return peak_bytes
+    return _fake_step(forward, module, owner, captured, inputs, step, listener, None)[0]
+
+
+def _fake_step(
+    forward: Callable[[list[Any]], Any],
+    module: torch.nn.Module,
+    owner: torch.nn.Module,
+    captured: Captured,
+    inputs: Inputs,
+    step: TrainingStep,
+    listener: Listener | None,
+    gradients: Gradients | None,
+) -> tuple[int, Gradients | None]:
+    """Return the tracked peak of a step, and what gradients its backward leaves on parameters.
+
+    Earlier gradients and the optimizer's state are as ``gradients`` say; if None, as a micro-batch run before says.
     """
     world = FakeWorld(inputs.leaves)
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
     tracker = StorageTracker(listener)
-    pairs = [(p, world.fake(p)) for p in captured.parameters]
+    parameters = [world.fake(p) for p in captured.parameters]
     state = [world.fake(t) for t in (*owner.parameters(), *owner.buffers())]
+    left: Gradients | None = None
 
     def micro_batch() -> None:
+        if gradients is not None:
+            return give_gradients(parameters, gradients)
         other = FakeWorld(leaves).fake_all(leaves)
         with world.state_of(module):
             run_step(lambda: forward(other), step.loss_fn, autocast=captured.autocast)
 
+    def on_phase(phase: Phase) -> None:
+        nonlocal left
+        if phase is Phase.OPTIMIZER:
+            left = gradients_of(parameters)
+
     with world.active():
+        pairs = list(zip(captured.parameters, parameters, strict=True))
         optimizer, scaler = warm_fake_step(step, pairs, micro_batch)
         tracker.hold(tensors_of(state))
         tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
         tracker.hold(tensors_of((optimizer, scaler)))
         with world.state_of(module), tracker, ScalarReads():
-            run_step(lambda: forward(leaves), step.loss_fn, optimizer, captured.autocast, scaler=scaler)
-    return tracker.peak_bytes
+            run_step(lambda: forward(leaves), step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
+    return tracker.peak_bytes, left
 
 
 def cuda_peaks(events: Iterable[Allocation]) -> AllocatorPeaks:
