@@ -344,7 +344,7 @@ class _Run:
     left: dict[Place, Any]
     """Places outside of the graph that it changed, with what they hold."""
     again: dict[Place, Any]
-    """The same, for a second forward right after."""
+    """The same, for a second forward right after, if there was one."""
     ops: list[tuple[str, tuple[str, ...]]]
     ops_again: list[tuple[str, tuple[str, ...]]]
 
@@ -352,8 +352,8 @@ class _Run:
 def _check(model: torch.nn.Module, captured: Captured, inputs: Inputs) -> None:
     """Raise ``CaptureError`` if the model does what its graph would not: in autograd, in Python, in its next call."""
     try:
-        eager = _run_twice(model, model, captured, inputs)
-        graph = _run_twice(captured.graph_module, model, captured, inputs)
+        eager = _run(model, model, captured, inputs, twice=True)
+        graph = _run(captured.graph_module, model, captured, inputs, twice=bool(eager.again))
     except CaptureError:
         raise
     except Exception as error:
@@ -419,8 +419,8 @@ def _first_difference(first: list[tuple[str, tuple[str, ...]]], second: list[tup
     return [f"{op}({', '.join(scalars)})" for op, scalars in next(pair for pair in pairs if pair[0] != pair[1])]
 
 
-def _run_twice(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, inputs: Inputs) -> _Run:
-    """Run ``module``, the model itself or its graph, two times on fakes."""
+def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, inputs: Inputs, *, twice: bool) -> _Run:
+    """Run ``module``, the model itself or its graph, once or two times on fakes."""
     world = FakeWorld(inputs.leaves)
     fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
 
@@ -439,7 +439,10 @@ def _run_twice(module: torch.nn.Module, model: torch.nn.Module, captured: Captur
         before = PythonState(model)
         with _calls_noted() as calls:
             outputs, ops = forward()
-        left, between = before.changes(), PythonState(model)
+        left = before.changes()
+        if not twice:
+            return _Run(_autograd_nodes(outputs), calls, left, {}, ops, ops)
+        between = PythonState(model)
         _, ops_again = forward()
         again = between.changes()
     return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again)
