@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -26,6 +25,7 @@ from fxmem.planners import PLANNERS
 from fxmem.policy import Rule, check_policy
 from fxmem.replay import Autocast
 from fxmem.report import Report
+from fxmem.signature import ModelStates, arguments_of
 from fxmem.step import OptimizerLike, TrainingStep, check_step
 from fxmem.timing import COSTS, preset_of
 from fxmem.types import Plan
@@ -103,13 +103,14 @@ def optimize(
 class OptimizedModule(torch.nn.Module):
     """A model that trains under a plan. It has the original's parameters, buffers, submodules and state_dict keys."""
 
-    _OWN = frozenset({"original", "_settings", "_compiled", "_families", "_latest", "training"})
+    _OWN = frozenset({"original", "_settings", "_states", "_compiled", "_families", "_latest", "training"})
 
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
         super().__init__()
         own = self.__dict__
         own["original"] = original
         own["_settings"] = settings
+        own["_states"] = ModelStates(original)
         own["_compiled"] = {}
         own["_families"] = {}
         own["_latest"] = None
@@ -128,7 +129,7 @@ class OptimizedModule(torch.nn.Module):
 
         A model that looks at its inputs' values has one of these for each way it took.
         """
-        ways: list[Compiled] = self._compiled.setdefault(_signature(self.original, inputs, autocast), [])
+        ways: list[Compiled] = self._compiled.setdefault((arguments_of(inputs), autocast, self._states.number()), [])
         compiled = next((way for way in ways if way.captured.serves(inputs)), None)
         if compiled is None:
             compiled = self._compile(inputs, autocast)
@@ -144,7 +145,7 @@ class OptimizedModule(torch.nn.Module):
 
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
-        family = _signature(self.original, inputs, autocast, with_sizes=False)
+        family = (arguments_of(inputs, with_sizes=False), autocast, self._states.number())
         known: tuple[Captured, Inputs] | None = self._families.get(family)
         captured: Captured | None = None
         if known is not None:
@@ -272,66 +273,6 @@ class OptimizedModule(torch.nn.Module):
 
 
 # -- signatures ----------------------------------------------------------------------------------------------------------
-
-
-def _signature(
-    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, *, with_sizes: bool = True
-) -> tuple[Any, ...]:
-    """What a plan depends on. Tensors of the model count by identity: a replaced parameter is another model.
-
-    So do the modules' numbers, flags and texts (``training``, a dropout's ``p``), alone or in containers, their hooks and
-    the tensors that are plain attributes: the graph has them as constants.
-
-    Without ``with_sizes``: what a graph with symbolic dimensions depends on.
-    """
-    state: list[Any] = []
-    for module in model.modules():
-        state.append(id(module))
-        for t in (*module._parameters.values(), *module._buffers.values()):
-            if t is not None:
-                state += (id(t), t.requires_grad, t.dtype, t.device, t.shape)
-        others = []
-        for name, value in module.__dict__.items():
-            kind = type(value)
-            if kind in _CONSTANTS:
-                state.append(value)
-            elif (kind not in _CONTAINERS or value) and name not in _REGISTRIES:
-                others.append(value)
-        state += map(_value_signature, others)
-    leaves = tuple(_leaf_signature(leaf, with_sizes) for leaf in inputs.leaves)
-    return (inputs.spec, leaves, tuple(state), autocast)
-
-
-_CONSTANTS = frozenset({bool, int, float, str, type(None)})
-_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
-"""Types whose elements count too."""
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-
-
-def _value_signature(value: Any, depth: int = 4) -> Any:
-    """Return what a graph has as a constant of an attribute: numbers by value, tensors and functions by identity."""
-    kind = type(value)
-    if kind in _CONSTANTS:
-        return value
-    if kind in _CONTAINERS and depth:
-        if kind is tuple and _CONSTANTS.issuperset(map(type, value)):
-            return value
-        items = value if kind in (list, tuple) else value.items()
-        return tuple([_value_signature(item, depth - 1) for item in items])
-    if isinstance(value, torch.Tensor):
-        return (id(value), 0 if value.is_inference() else value._version, value.shape, value.dtype)
-    return id(value) if callable(value) else None
-
-
-def _leaf_signature(leaf: Any, with_sizes: bool) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        layout = (leaf.shape, leaf.stride()) if with_sizes else (leaf.dim(), leaf.is_contiguous())
-        return (layout, leaf.dtype, leaf.device, leaf.requires_grad)
-    try:
-        hash(leaf)
-    except TypeError:
-        return repr(leaf)
-    return (type(leaf), leaf)
 
 
 def _captured_dynamic(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dims: Dims) -> Captured | None:

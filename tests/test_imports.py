@@ -31,6 +31,7 @@ ORDER = (
     "opaque",
     "frozen",
     "capture",
+    "signature",
     "batch",
     "observe",
     "profile",
