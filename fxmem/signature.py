@@ -91,10 +91,16 @@ _FACTS = attrgetter("requires_grad", "dtype", "device", "shape")
 
 
 def _keeps_tensors(model: torch.nn.Module) -> bool:
-    """True if a module has tensors as plain attributes: they may be written in place, and nobody else should keep them."""
+    """True if other tensors are plain attributes: they may be written in place, and nobody else should keep them."""
     holders = (h for m in model.modules() for h in (m.__dict__, *_containers_of(m)))
     values = chain.from_iterable(h.values() if isinstance(h, dict) else h for h in holders)
-    return any(isinstance(value, torch.Tensor) for value in values)
+    own = _own_tensors(model)
+    return any(isinstance(value, torch.Tensor) and id(value) not in own for value in values)
+
+
+def _own_tensors(model: torch.nn.Module) -> frozenset[int]:
+    """Return the ids of parameters and buffers, which every step writes; an RNN has them in a list too."""
+    return frozenset(map(id, (*model.parameters(), *model.buffers())))
 
 
 def _containers_of(module: torch.nn.Module) -> Iterator[Any]:
@@ -112,6 +118,7 @@ def _containers_of(module: torch.nn.Module) -> Iterator[Any]:
 
 def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
     state: list[Any] = []
+    own = _own_tensors(model)
     for module in model.modules():
         state.append(id(module))
         for t in (*module._parameters.values(), *module._buffers.values()):
@@ -124,12 +131,15 @@ def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
                 state.append(value)
             elif (kind not in CONTAINERS or value) and name not in REGISTRIES:
                 others.append(value)
-        state += map(_value_signature, others)
+        state += [_value_signature(value, own) for value in others]
     return tuple(state)
 
 
-def _value_signature(value: Any, depth: int = 4) -> Any:
-    """Return what a graph has as a constant of an attribute: numbers by value, tensors and functions by identity."""
+def _value_signature(value: Any, own: frozenset[int], depth: int = 4) -> Any:
+    """Return what a graph has as a constant of an attribute: numbers by value, tensors and functions by identity.
+
+    ``own``: ids of the model's own tensors, which the graph reads anew in every step, not as constants.
+    """
     kind = type(value)
     if kind in CONSTANTS:
         return value
@@ -137,7 +147,9 @@ def _value_signature(value: Any, depth: int = 4) -> Any:
         if kind is tuple and CONSTANTS.issuperset(map(type, value)):
             return value
         items = value if kind in (list, tuple) else value.items()
-        return tuple([_value_signature(item, depth - 1) for item in items])
+        return tuple([_value_signature(item, own, depth - 1) for item in items])
+    if id(value) in own:
+        return id(value)
     if isinstance(value, torch.Tensor):
         return (id(value), 0 if value.is_inference() else value._version, value.shape, value.dtype)
     return id(value) if callable(value) else None

@@ -14,9 +14,10 @@ from fxmem.profile import Profiled, profile
 from fxmem.replay import Autocast
 from fxmem.rewrite import rewrite
 from fxmem.simulate import keep_all, simulate
-from fxmem.step import TrainingStep, run_step
+from fxmem.step import Gradients, TrainingStep, run_step
 from fxmem.track import StorageTracker, tensors_of
 from fxmem.types import KEEP, Phase, Plan
+from fxmem.verify import eager_peak_bytes
 from tests import zoo
 
 MIB = 2**20
@@ -497,3 +498,23 @@ def test_saving_less_than_three_matrices_of_the_chain_saves_b_mib_but_no_peak(b:
     assert (saved, redone) == (b, 5 - b)
     three = simulate(profiled.profile, keep_all(profiled.profile)).peak_bytes - 7 * MIB
     assert peak >= three
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_wrongly_known_are_found_out_and_change_no_peak(accumulate: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(4, 8)
+    inputs, step = Inputs.of((x,), {}), TrainingStep(None, "adamw", accumulate)
+    captured = capture(model, inputs)
+    right = profile(captured, inputs, lambda flops, moved: 1.0, step).gradients
+    assert right is not None
+    assert all(right)
+
+    def seen(gradients: Gradients | None) -> tuple[int, list[tuple[str, int]]]:
+        events: list[tuple[str, int]] = []
+        peak_bytes = eager_peak_bytes(
+            model, captured, inputs, step, lambda kind, _, nbytes: events.append((kind, nbytes)), gradients
+        )
+        return peak_bytes, events
+
+    assert seen(right) == seen(None)
+    assert seen((None, *right[1:])) == seen(None)

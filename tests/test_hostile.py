@@ -1130,3 +1130,21 @@ def test_an_activation_left_on_the_model_is_refused() -> None:
 
     with pytest.raises(fxmem.CaptureError, match=r"penalty.*Let forward return it"):
         fxmem.optimize(model_of(body)(), batch())
+
+
+def test_a_recurrent_layer_whose_weights_an_optimizer_writes_is_planned_once() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.GRU(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0]
+
+    optimized = fxmem.optimize(Recurrent(), torch.randn(3, 2, 4), optimizer="sgd")
+    first = optimized.graph_module
+    optimizer = torch.optim.SGD(optimized.parameters())
+    for _ in range(2):
+        optimized(torch.randn(3, 2, 4)).sum().backward()
+        optimizer.step()
+    assert optimized.graph_module is first
