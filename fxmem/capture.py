@@ -25,7 +25,7 @@ from torch import fx
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx.graph_module import _assign_attr
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from fxmem.effects import OpLog, Place, PythonState
 from fxmem.errors import CaptureError, InputError
@@ -34,6 +34,7 @@ from fxmem.frozen import with_frozen_norms
 from fxmem.opaque import Opaque, kept_whole, opaque_call, replaced
 from fxmem.regions import Region, Scoped, op_of
 from fxmem.replay import Autocast
+from fxmem.structures import flattened, outputs_looked_into
 from fxmem.types import Source
 from fxmem.values import KnownValues, Read, all_hold, answered, seeing_values
 
@@ -51,7 +52,7 @@ class Inputs:
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the flattened form of a call ``f(*args, **kwargs)``."""
-        leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
+        leaves, spec = flattened((args, dict(sorted(kwargs.items()))))
         return Inputs(tuple(leaves), spec)
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -156,13 +157,15 @@ def _exported(
     def export(values: KnownValues | None) -> tuple[fx.GraphModule, tuple[Read, ...]]:
         region = autocast.enter() if autocast else nullcontext()
         scope = nullcontext() if values is None else _as_if_eager(model, values)
-        with attributes_restored(model), region, no_value_checks(), scope:
+        with attributes_restored(model), region, no_value_checks(), scope, outputs_looked_into(model):
             exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
         return exported.module(check_guards=False), () if values is None else tuple(values.reads)
 
     for values in (KnownValues(inputs.leaves, numbers=False), KnownValues(inputs.leaves)):
         try:
             return export(values)
+        except CaptureError:
+            raise
         except Exception:
             if not values.followed_any:
                 break
@@ -428,9 +431,10 @@ def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, in
         context = captured.autocast.enter() if captured.autocast else nullcontext()
         with context, OpLog([fakes, [world.fake(p) for p in captured.parameters]]) as log:
             if module is model:
-                args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
+                call = Inputs(tuple(fakes), inputs.spec).call()
                 with seeing_values(inputs.leaves, fakes):
-                    outputs = module(*args, **kwargs)
+                    outputs = module(*call[0], **call[1])
+                _check_arguments_left(model, call, fakes, inputs.spec)
             else:
                 outputs = module(*fakes)
         return outputs, log.ops
@@ -446,6 +450,16 @@ def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, in
         _, ops_again = forward()
         again = between.changes()
     return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again)
+
+
+def _check_arguments_left(model: torch.nn.Module, call: Any, leaves: Sequence[Any], spec: TreeSpec) -> None:
+    """Raise ``CaptureError`` if the call put anything else into the containers it was given."""
+    left, left_spec = flattened(call)
+    if left_spec != spec or any(a is not b for a, b in zip(left, leaves, strict=True)):
+        raise CaptureError(
+            f"{type(model).__name__} changes a list, dict or other structure among its arguments; a captured graph would "
+            "not. Let forward return what it puts there."
+        )
 
 
 def _autograd_nodes(outputs: Any) -> Counter[str]:

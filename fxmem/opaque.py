@@ -31,6 +31,7 @@ from torch.utils.hooks import BackwardHook
 
 from fxmem.errors import CaptureError
 from fxmem.fake import TruerFakes
+from fxmem.structures import holds_tensors
 
 
 class Opaque:
@@ -61,10 +62,7 @@ class Opaque:
 def _check_leaves(function: Callable[..., Any], leaves: list[Any]) -> None:
     """Raise ``CaptureError`` if a leaf is an object that holds tensors of the forward."""
     for leaf in leaves:
-        held = (
-            tree_leaves(vars(leaf)) if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | type) else []
-        )
-        if any(isinstance(value, FakeTensor) for value in held):
+        if holds_tensors(leaf, FakeTensor):
             raise CaptureError(
                 f"{name_of(function)} is given a {type(leaf).__name__} that holds tensors, which a captured graph cannot "
                 "look into; pass the tensors, or register the class by torch.utils._pytree.register_pytree_node"

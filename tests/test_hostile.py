@@ -1,5 +1,6 @@
 """Models written to break a compiler: each trains to the eager bits under every plan, or is refused by name."""
 
+import collections
 import dataclasses
 import random
 import time
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
+import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -837,6 +839,75 @@ def test_nested_arguments_and_outputs(args: Any, kwargs: Any) -> None:
     check(structured, *args, kwargs=kwargs)
 
 
+@dataclasses.dataclass
+class Settled:
+    """As unlike a dict as a dataclass may be: its ``__init__`` takes one argument and computes the rest."""
+
+    y: Tensor
+    mean: Tensor = dataclasses.field(init=False)
+    count: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.mean, self.count = self.y.mean(), self.count + len(self.y)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    rest: dict[str, Settled]
+
+
+class TakesDataclasses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model_of(first_part, LINEAR)()
+
+    def forward(self, example: Frozen) -> Settled:
+        return Settled(self.inner(example.x) * example.rest["a"].count + example.rest["a"].mean)
+
+
+def test_dataclasses_go_in_and_out_as_they_are() -> None:
+    example = Frozen(batch(), {"a": Settled(batch(3, 2))})
+    check(TakesDataclasses, example)
+    output = fxmem.optimize(TakesDataclasses(), (example,), optimizer=None)(example)
+    assert type(output) is Settled
+    assert output.count == 4
+    assert output.mean.requires_grad
+
+
+class Opaque:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def test_an_argument_that_hides_tensors_is_refused() -> None:
+    model = Structured()
+    with pytest.raises(fxmem.InputError, match=r"holds tensors in a Opaque.*dataclass.*register_pytree_node"):
+        fxmem.optimize(model, (batch(), Opaque(batch())))
+    with pytest.raises(fxmem.InputError, match=r"holds tensors in a UserDict"):
+        fxmem.optimize(model, collections.UserDict(x=batch()))
+
+
+@pytest.mark.parametrize("made", [Opaque, lambda y: {"y": y, "names": {"a"}}], ids=["object", "set"])
+def test_an_output_that_is_not_looked_into_is_refused(made: Any) -> None:
+    with pytest.raises(fxmem.CaptureError, match=r"Model returns a (Opaque|set).*dataclass.*register_pytree_node"):
+        fxmem.optimize(model_of(lambda m, x: made(x.exp()))(), batch())
+
+
+def test_a_container_of_the_caller_that_forward_fills_is_refused() -> None:
+    class Collects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model_of(first_part, LINEAR)()
+
+        def forward(self, x: Tensor, features: list[Tensor]) -> Tensor:
+            features.append(x.exp())
+            return self.inner(features[-1])
+
+    with pytest.raises(fxmem.CaptureError, match=r"Collects changes a list.*return what it puts there"):
+        fxmem.optimize(Collects(), (batch(), []))
+
+
 def test_one_tensor_passed_twice() -> None:
     x = batch().requires_grad_()
     eager, model = structured(), structured()
@@ -1072,7 +1143,9 @@ def test_numbers_from_a_generator_of_ones_own_are_drawn_once() -> None:
     check(build, batch(), plans=(drop_all,))
 
 
-@pytest.mark.parametrize("wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel])
+@pytest.mark.parametrize(
+    "wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel, torch.distributed.fsdp.FullyShardedDataParallel]
+)
 def test_a_model_wrapped_for_data_parallelism_is_refused_with_the_right_order(wrapper: Any) -> None:
     wrapped = wrapper.__new__(wrapper)
     nn.Module.__init__(wrapped)

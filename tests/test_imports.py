@@ -28,6 +28,7 @@ ORDER = (
     "replay",
     "step",
     "runtime",
+    "structures",
     "opaque",
     "frozen",
     "capture",
@@ -62,7 +63,8 @@ ONLY = {
     "runtime": {"types", "errors", "replay"},
     "step": {"types", "errors", "fake", "replay"},
     "values": {"types", "errors"},
-    "capture": {"types", "errors", "effects", "fake", "values", "regions", "replay", "opaque", "frozen"},
+    "structures": {"errors"},
+    "capture": {"types", "errors", "effects", "fake", "values", "regions", "replay", "structures", "opaque", "frozen"},
     "observe": {"types", "errors", "track", "fake", "regions", "replay", "step", "capture"},
     "profile": {"types", "errors", "track", "fake", "regions", "replay", "step", "capture", "observe"},
 }

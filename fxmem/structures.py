@@ -1,0 +1,113 @@
+"""Arguments and outputs of a model: which classes are looked into for tensors, and which are refused.
+
+Tuples, lists, dicts and what is registered with ``torch.utils._pytree`` (transformers does so for its outputs) are looked
+into by torch. A dataclass is registered there when one is first seen, whatever its ``__init__`` does: it is taken apart
+into its attributes and put together from them, without a call of its own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    GetAttrKey,
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+)
+
+from fxmem.errors import CaptureError, InputError
+
+REMEDY = (
+    "use a tuple, list, dict or dataclass, or register the class by torch.utils._pytree.register_pytree_node before "
+    "fxmem.optimize"
+)
+
+
+def flattened(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of ``tree`` and its structure. Errors: ``InputError`` for a leaf that holds tensors itself."""
+    leaves, spec = tree_flatten(tree)
+    others = [leaf for leaf in leaves if type(leaf) not in _PLAIN]
+    if _register(others):
+        return flattened(tree)
+    for leaf in others:
+        if holds_tensors(leaf):
+            raise InputError(
+                f"an argument holds tensors in a {type(leaf).__name__}, which is not looked into; {REMEDY}"
+            )
+    return leaves, spec
+
+
+def holds_tensors(leaf: Any, kind: type[torch.Tensor] = torch.Tensor) -> bool:
+    """True if ``leaf`` is an object that has tensors of class ``kind`` in its attributes; modules do not count."""
+    if isinstance(leaf, torch.Tensor | torch.nn.Module | type):
+        return False
+    return any(isinstance(value, kind) for value in tree_leaves(list(_attributes(leaf).values())))
+
+
+@contextmanager
+def outputs_looked_into(model: torch.nn.Module) -> Iterator[None]:
+    """While the body runs, what ``model`` returns is registered or, with ``CaptureError``, refused."""
+
+    def look(_: torch.nn.Module, args: Any, output: Any) -> None:
+        leaves = tree_leaves(output)
+        while _register(leaves):
+            leaves = tree_leaves(output)
+        other = next((leaf for leaf in leaves if not isinstance(leaf, _RETURNED)), None)
+        if other is not None:
+            returned = f"{type(model).__name__} returns a {type(other).__name__}"
+            raise CaptureError(f"{returned}, which is not looked into; {REMEDY}")
+
+    hook = model.register_forward_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, type(None)})
+_RETURNED = (torch.Tensor, int, float, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
+"""What torch.export lets a model return, beside structures of these."""
+
+
+def _register(leaves: Iterable[Any]) -> bool:
+    """Register the dataclasses that are not; True if there are any."""
+    kinds = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, torch.nn.Module | type)}
+    kinds = {kind for kind in kinds if kind not in SUPPORTED_NODES and kind.__new__ is object.__new__}
+    for kind in kinds:
+        _register_kind(kind)
+    return bool(kinds)
+
+
+def _register_kind(kind: type) -> None:
+    def take_apart(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+        attributes = _attributes(value)
+        return list(attributes.values()), tuple(attributes)
+
+    def with_keys(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+        attributes = _attributes(value)
+        return [(GetAttrKey(name), part) for name, part in attributes.items()], tuple(attributes)
+
+    def put_together(parts: Iterable[Any], names: tuple[str, ...]) -> Any:
+        value: Any = object.__new__(kind)
+        for name, part in zip(names, parts, strict=True):
+            object.__setattr__(value, name, part)  # a frozen dataclass refuses setattr
+        return value
+
+    register_pytree_node(kind, take_apart, put_together, flatten_with_keys_fn=with_keys)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots included."""
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    found = {name: getattr(value, name) for name in slots if name not in _NO_STATE and hasattr(value, name)}
+    return found | getattr(value, "__dict__", {})
+
+
+_NO_STATE = frozenset({"__dict__", "__weakref__"})
