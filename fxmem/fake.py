@@ -40,7 +40,7 @@ class FakeWorld:
         known = self._fakes.get(id(tensor))
         if known is not None:
             return known[1]
-        fake = self._new_fake(tensor)
+        fake = self._new_fake(tensor) if tensor.is_leaf else _made_outside(self._new_fake(tensor.detach()))
         if isinstance(tensor, torch.nn.Parameter) and not isinstance(fake, torch.nn.Parameter):
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
         if fake.is_leaf:
@@ -91,6 +91,25 @@ class FakeWorld:
             stack.enter_context(TruerFakes())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())
             yield
+
+
+class _Outside(torch.autograd.Function):
+    """Stands for what made a tensor, and takes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _made_outside(fake: torch.Tensor) -> torch.Tensor:
+    """Return ``fake`` as a part of an autograd graph that goes on outside: no leaf, but no view of one either."""
+    made = _Outside.apply(fake, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, made)
 
 
 def check_device(device: torch.device) -> torch.device:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxmem.batch import largest_batch, resized, varying_dims
 from fxmem.budget import parse_bytes, parse_gigabytes
@@ -25,7 +26,7 @@ from fxmem.planners import PLANNERS
 from fxmem.policy import Rule, check_policy
 from fxmem.replay import Autocast
 from fxmem.report import Report
-from fxmem.signature import ModelStates, arguments_of
+from fxmem.signature import REGISTRIES, ModelStates, arguments_of
 from fxmem.step import OptimizerLike, TrainingStep, check_step
 from fxmem.timing import COSTS, preset_of
 from fxmem.types import Plan
@@ -79,6 +80,7 @@ def optimize(
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, OptimizedModule):
         raise InputError("the model is already optimized; pass model.original with the new budget")
+    _check_alone(model)
     _check_trainable(model)
     settings = Settings(
         budget_bytes=parse_budget(budget_gb, budget, model),
@@ -103,7 +105,9 @@ def optimize(
 class OptimizedModule(torch.nn.Module):
     """A model that trains under a plan. It has the original's parameters, buffers, submodules and state_dict keys."""
 
-    _OWN = frozenset({"original", "_settings", "_states", "_compiled", "_families", "_latest", "training"})
+    _OWN = frozenset(
+        {"original", "_settings", "_states", "_compiled", "_families", "_latest", "training", "_compiled_call_impl"}
+    )
 
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
         super().__init__()
@@ -119,7 +123,7 @@ class OptimizedModule(torch.nn.Module):
 
     def _share(self) -> None:
         """Make the original's registries this module's own, so that every nn.Module method acts on both."""
-        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for registry in (*REGISTRIES, *(name for name in vars(self) if "state_dict" in name)):
             self.__dict__[registry] = self.original.__dict__[registry]
 
     # -- planning -----------------------------------------------------------------------------------------------------
@@ -145,6 +149,7 @@ class OptimizedModule(torch.nn.Module):
 
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
+        _check_alone(self.original)
         family = (arguments_of(inputs, with_sizes=False), autocast, self._states.number())
         known: tuple[Captured, Inputs] | None = self._families.get(family)
         captured: Captured | None = None
@@ -237,6 +242,9 @@ class OptimizedModule(torch.nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.original.load_state_dict(*args, **kwargs)
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.original._load_from_state_dict(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         original = self.__dict__.get("original")
         if original is None:
@@ -322,13 +330,38 @@ def _positive(what: str, value: float) -> float:
     return float(value)
 
 
-def _check_trainable(model: torch.nn.Module) -> None:
+def _check_alone(model: torch.nn.Module) -> None:
+    """Raise ``InputError`` if something else has hold of a module or parameter, and works around its forward."""
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        wrapper, place = type(module).__name__, name or "the model"
+        if type(module).__module__.startswith("torch.") and wrapper in _WRAPPERS:
             raise InputError(
-                f"{name or 'the model'} is wrapped in {type(module).__name__}, whose work goes on around the forward; "
-                f"optimize the model inside and wrap the result: {type(module).__name__}(fxmem.optimize(model, ...))"
+                f"{place} is wrapped in {wrapper}, whose work goes on around the forward; optimize the model inside and "
+                f"wrap the result: {wrapper}(fxmem.optimize(model, ...))"
             )
+        if type(module).__module__ == "torch._dynamo.eval_frame" or module._compiled_call_impl is not None:
+            raise InputError(
+                f"{place} is compiled by torch.compile, whose kernels round otherwise than those of eager PyTorch, which "
+                "an optimized model runs; optimize the module as it was before it was compiled"
+            )
+        if isinstance(module, OptimizedModule):
+            raise InputError(
+                f"{place} is an optimized module inside of {type(model).__name__}, and two plans for one step would not "
+                f"know of each other; put {place}.original in its place, or optimize the parts only"
+            )
+    for name, parameter in model.named_parameters():
+        if is_traceable_wrapper_subclass(parameter):
+            raise InputError(
+                f"the parameter {name} is a {type(parameter).__name__}, which other tensors make up; gathering or "
+                "converting them is no part of the model's graph. With fully_shard, optimize each module first and shard "
+                "the result, one by one: fully_shard(fxmem.optimize(module, ...))"
+            )
+
+
+_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+
+
+def _check_trainable(model: torch.nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError("a torch.jit.ScriptModule cannot be captured; pass the nn.Module it was made from")
     parameters = list(model.parameters())
