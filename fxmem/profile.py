@@ -18,7 +18,7 @@ from fxmem.capture import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld
 from fxmem.observe import Event, NodeObservation, Observation, observe
-from fxmem.regions import op_of
+from fxmem.regions import op_of, op_text
 from fxmem.replay import NodeReplay, Replay, SavedInRerun, View, autocast_as_in_forward
 from fxmem.step import BARE, Gradients, TrainingStep
 from fxmem.track import StorageTracker
@@ -180,7 +180,7 @@ class _Builder:
         return NodeProfile(
             index=node.index,
             name=node.node.name,
-            op=str(node.node.target),
+            op=op_text(node.node.target),
             reads=tuple(dict.fromkeys(managed[v.storage] for _, v, _ in node.reads if v.storage in managed)),
             creates=tuple(managed[s] for s in node.creates if s in managed),
             writes=tuple(managed[s] for s in node.writes if s in managed),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -51,3 +52,9 @@ class Scoped:
 def op_of(target: Any) -> Any:
     """Return the op a node calls, whatever region it is in."""
     return target.op if isinstance(target, Scoped) else target
+
+
+def op_text(target: Any) -> str:
+    """Return the name of the op a node calls: ``aten.relu.default``; of a function, its own."""
+    op = op_of(target)
+    return op.__name__ if isinstance(op, FunctionType) else str(op)

@@ -31,6 +31,7 @@ ORDER = (
     "structures",
     "opaque",
     "frozen",
+    "clipped",
     "capture",
     "signature",
     "batch",

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
@@ -98,3 +99,113 @@ def test_state_that_the_graph_does_not_read_counts_where_ops_are_done_in_place()
     with fxmem.track(model, x) as memory:
         run_step(lambda: optimized(x))
     assert memory.peak_bytes == optimized.report.predicted_peak_bytes
+
+
+# -- clipping in place without a copy ----------------------------------------------------------------------------------
+
+EDGES = (-float("inf"), -1.0, -0.0, 0.0, 1e-45, 3.0, 6.0, 6.0000005, float("inf"), float("nan"))
+"""Inputs at and around the bounds of relu6."""
+
+
+class Clipped(nn.Module):
+    """Clips what ``before`` makes of the input, in place or not, and goes on with ``after``."""
+
+    def __init__(self, clip: Any, before: Any = torch.neg, after: Any = torch.sin) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(len(EDGES)))
+        self.clip, self.before, self.after = clip, before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.clip(self.before(x * self.scale)))
+
+
+def in_relu6(y: Tensor) -> Tensor:
+    return F.relu6(y, inplace=True)
+
+
+def in_hardtanh(y: Tensor) -> Tensor:
+    return F.hardtanh(y, 0.0, 3.0, inplace=True)
+
+
+def in_a_view(y: Tensor) -> Tensor:
+    F.hardtanh(y.view(-1)[3:], -1.0, 1.0, inplace=True)
+    return y
+
+
+def clipping_trained(model: nn.Module, forward: nn.Module) -> tuple[Tensor | None, ...]:
+    """Return the gradients of parameters and input, first and second order."""
+    x = torch.tensor(EDGES).repeat(4, 1).requires_grad_()
+    weights = torch.randn(4, len(EDGES), generator=torch.Generator().manual_seed(0))
+    loss = (forward(x) * weights).nan_to_num(0.0, 1.0, -1.0).sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    grad.nan_to_num().square().sum().backward()
+    return grad.detach(), x.grad, *(p.grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("clip", [in_relu6, in_hardtanh, in_a_view, F.relu6, F.hardtanh])
+def test_clipping_that_reads_its_result_in_the_backward_gives_the_same_bits(clip: Any) -> None:
+    eager, model = Clipped(clip), Clipped(clip)
+    optimized = fxmem.optimize(model, torch.zeros(4, len(EDGES), requires_grad=True), optimizer=None, planner="chen")
+    assert "clipped" in optimized.graph_module.code
+    for expected, found in zip(clipping_trained(eager, eager), clipping_trained(model, optimized), strict=True):
+        assert same_bits(expected, found)
+
+
+def test_clipping_in_place_saves_no_copy_and_may_be_dropped() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        parts = [[nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU6(inplace=True)] for _ in range(3)]
+        return nn.Sequential(*(m for part in parts for m in part), nn.Conv2d(4, 4, 1))
+
+    x = torch.randn(2, 4, 12, 12)
+    models = [build() for _ in range(3)]
+    kept = fxmem.optimize(models[1], x, optimizer=None, planner="chen")
+    copies_bytes = sum(decision.nbytes for decision in kept.report.inplace)
+    assert copies_bytes == 2 * 4 * (10**2 + 8**2 + 6**2) * 4
+    assert sum(row.nbytes for row in kept.report.rows) == _saved_bytes(models[0], x) - copies_bytes
+    tight = fxmem.optimize(models[2], x, optimizer=None, planner="chen", budget=kept.report.floor_bytes)
+    assert tight.plan.dropped
+    for model, forward in zip(models, (models[0], kept, tight), strict=True):
+        model.zero_grad()
+        forward(x).square().sum().backward()
+    for other in models[1:]:
+        for p, q in zip(models[0].parameters(), other.parameters(), strict=True):
+            assert same_bits(p.grad, q.grad)
+
+
+def _saved_bytes(model: nn.Module, x: Tensor) -> int:
+    """Return the bytes of the activations that autograd saves in a forward of an eager model."""
+    own = {t.untyped_storage()._cdata for t in (x, *model.parameters(), *model.buffers())}
+    saved: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.setdefault(t.untyped_storage()._cdata, t), lambda t: t
+    ):
+        model(x)
+    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own)
+
+
+@pytest.mark.parametrize(
+    ("after", "reason"),
+    [
+        (lambda y: y.add_(1).sin(), "its result is written over later"),
+        (lambda y: y, "its result is an output of the model"),
+    ],
+    ids=["overwritten", "output"],
+)
+def test_a_result_that_may_be_written_over_is_not_relied_on(after: Any, reason: str) -> None:
+    eager, model = Clipped(in_relu6, after=after), Clipped(in_relu6, after=after)
+    optimized = fxmem.optimize(model, torch.zeros(4, len(EDGES), requires_grad=True), optimizer=None, planner="chen")
+    assert [decision.why_not for decision in optimized.report.inplace][:1] == [reason]
+    for expected, found in zip(clipping_trained(eager, eager), clipping_trained(model, optimized), strict=True):
+        assert same_bits(expected, found)
+
+
+def test_bounds_that_the_dtype_rounds_are_not_relied_on() -> None:
+    def clip(y: Tensor) -> Tensor:
+        return F.hardtanh(y.bfloat16(), -0.7, 0.7, inplace=True).float()
+
+    eager, model = Clipped(clip), Clipped(clip)
+    optimized = fxmem.optimize(model, torch.zeros(4, len(EDGES), requires_grad=True), optimizer=None, planner="chen")
+    assert optimized.report.inplace[0].why_not.startswith("torch.bfloat16 rounds its bounds")
+    for expected, found in zip(clipping_trained(eager, eager), clipping_trained(model, optimized), strict=True):
+        assert same_bits(expected, found)
