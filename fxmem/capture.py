@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -131,8 +132,9 @@ def capture(
         raise
     except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} could not be captured by torch.export: {_first_lines(error)}. If its control flow "
-            "depends on the values in tensors, move that part out of the model or optimize the parts around it."
+            f"{type(model).__name__} could not be captured by torch.export{_raised_in(error, model)}: "
+            f"{_first_lines(error)}. If its control flow depends on the values in tensors, move that part out of the model "
+            "or optimize the parts around it."
         ) from error
     assert module._out_spec is not None
     graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
@@ -327,6 +329,20 @@ def source_of(node: fx.Node) -> Source:
         return Source(str(path))
     file, _, rest = user[-1].removeprefix('File "').partition('", line ')
     return Source(str(path), f"{file.rsplit('/', 1)[-1]}:{rest.partition(',')[0]}")
+
+
+def _raised_in(error: BaseException, model: torch.nn.Module) -> str:
+    """Return the module of ``model`` whose code raised ``error``, with the source line; empty if none did."""
+    names = {id(module): name or "the model" for name, module in model.named_modules()}
+    chain: BaseException | None = error
+    place = ""
+    while chain is not None:  # the first error is the last in the chain
+        for frame, line in traceback.walk_tb(chain.__traceback__):
+            owner = names.get(id(frame.f_locals.get("self")))
+            if owner and not str(frame.f_globals.get("__name__")).startswith("torch."):
+                place = f" in {owner} ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{line})"
+        chain = chain.__cause__ or chain.__context__
+    return place
 
 
 def _first_lines(error: Exception, limit: int = 600) -> str:

@@ -21,6 +21,7 @@ from fxmem.budget import parse_bytes, parse_gigabytes
 from fxmem.capture import Captured, Dims, Inputs, capture
 from fxmem.errors import BudgetError, CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
 from fxmem.measure import may_measure
+from fxmem.parts import capture_or_advise
 from fxmem.pipeline import Compiled, Settings, compile_model, frontier_of, profile_model
 from fxmem.planners import PLANNERS
 from fxmem.policy import Rule, check_policy
@@ -161,7 +162,7 @@ class OptimizedModule(torch.nn.Module):
             elif not captured.serves(inputs):
                 captured = None
         if captured is None:
-            captured = capture(self.original, inputs, autocast)
+            captured = capture_or_advise(self.original, inputs, autocast)
         self._families[family] = (captured, inputs)
         try:
             return compile_model(self.original, inputs, self._settings, autocast, captured)

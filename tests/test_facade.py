@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -259,3 +260,54 @@ def test_a_part_may_be_given_any_value_of_the_model_around_it(way: Callable[[Ten
         step(m)
     assert model.part.plan.dropped
     assert_same(eager, model)
+
+
+# -- what cannot be captured whole -------------------------------------------------------------------------------------
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weigh = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.weigh(x)
+        return y.exp() if y.sum() > 0 else y.sin()  # decided by values
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*(Residual() for _ in range(4)))
+        self.gates = nn.ModuleList([Gate(), Residual()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (self.encoder, *self.gates):
+            x = part(x)
+        return x
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.sigmoid(self.up(self.norm(x))))
+
+
+def test_a_model_that_looks_at_values_is_refused_and_the_advice_works() -> None:
+    torch.manual_seed(0)
+    eager = Gated()
+    model = copy.deepcopy(eager)
+    with pytest.raises(fxmem.CaptureError, match=r"in gates\.0 \(test_facade\.py:\d+\)") as info:
+        fxmem.optimize(model, batch())
+    advice = re.findall(r"(model\S* = fxmem\.optimize\(model\S*), \.\.\.\)", str(info.value))
+    assert [line.partition(" ")[0] for line in advice] == ["model.encoder", "model.gates[1]", "model.gates[0].weigh"]
+    for line in advice:
+        exec(f"{line}, optimizer=None, planner='chen')", {"model": model, "fxmem": fxmem})
+    for m in (eager, model):
+        step(m)
+        step(m, -batch())
+    assert_same(eager, model)
+    assert [isinstance(part, OptimizedModule) for part in (model.encoder, *model.gates)] == [True, False, True]

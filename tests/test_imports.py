@@ -34,6 +34,7 @@ ORDER = (
     "clipped",
     "capture",
     "signature",
+    "parts",
     "batch",
     "observe",
     "profile",
