@@ -59,15 +59,28 @@ def resized(inputs: Inputs, dims: Dims, size: int) -> Inputs:
     return Inputs(tuple(leaves), inputs.spec)
 
 
-def largest_batch(fits: Callable[[int], bool], fits_at: int = 0, limit: int = 1 << 24) -> int:
-    """Return the largest size for which ``fits``, given that it is monotone: doubling, then bisection.
+def largest_batch(peak_bytes: Callable[[int], int], budget_bytes: int, limit: int = 1 << 24) -> int:
+    """Return the largest size up to ``limit`` whose peak is within ``budget_bytes``, given that peaks grow with sizes.
 
-    ``fits_at``: a size known to fit (0: none is known; 0 or 1 is returned if not even 2 fit).
+    0 or 1 is returned if not even 2 fit. Peaks are nearly affine in the size, so the next size asked about is where a line
+    through known ones meets the budget; every third time it is the middle, should they be anything but.
     """
-    low, high = fits_at, max(2, 2 * fits_at)
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
+    known: dict[int, int] = {}
+    low, high, size = 0, limit + 1, 2
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        known[size] = peak_bytes(size)
+        low, high = (size, high) if known[size] <= budget_bytes else (low, size)
+        halve = high <= limit and len(known) % 3 == 0
+        size = (low + high) // 2 if halve else min(max(_met_at(known, budget_bytes), low + 1), high - 1)
     return low
+
+
+def _met_at(known: dict[int, int], budget_bytes: int) -> int:
+    """Return the size at which the line through the two known peaks nearest to the budget meets it; twice the largest
+    where there is no rising line."""
+    nearest = sorted(known, key=lambda size: abs(known[size] - budget_bytes))[:2]
+    one, other = min(nearest), max(nearest)
+    rise = known[other] - known[one]
+    if rise <= 0:
+        return 2 * max(known)
+    return one + (budget_bytes - known[one]) * (other - one) // rise

@@ -98,7 +98,7 @@ class Estimate:
         example has a batch of 1, ``CaptureError`` if the model is tied to its batch size.
         """
         budget_bytes = parse_bytes(budget)
-        return largest_batch(lambda size: self._peak_at_batch(size, recompute) <= budget_bytes)
+        return largest_batch(lambda size: self._peak_at_batch(size, recompute), budget_bytes)
 
     def __str__(self) -> str:
         unit, scale = unit_of(self.peak_bytes)

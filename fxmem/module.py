@@ -183,12 +183,12 @@ class OptimizedModule(torch.nn.Module):
         budget_bytes = self._settings.budget_bytes
         assert budget_bytes is not None
 
-        def fits(size: int) -> bool:
+        def floor_bytes(size: int) -> int:
             other = resized(inputs, captured.dynamic, size)
             profiled = profile_model(self.original, captured, other, replace(self._settings, measure=False))
-            return bool(frontier_of(profiled.profile, self._settings)[-1].peak_bytes <= budget_bytes)
+            return frontier_of(profiled.profile, self._settings)[-1].peak_bytes
 
-        return largest_batch(fits)
+        return largest_batch(floor_bytes, budget_bytes)
 
     def _planned(self) -> Compiled:
         latest = self.__dict__.get("_latest")

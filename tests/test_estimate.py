@@ -1,5 +1,6 @@
 """The peak of a training step, before running it: equal to what is measured, to the byte, and explained."""
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
+from fxmem.batch import largest_batch
 from fxmem.capture import Inputs, capture
 from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.profile import Profiled, profile
@@ -370,6 +372,28 @@ def test_the_largest_batch_that_fits_is_exact() -> None:
         above = fxmem.estimate(model, torch.randn(largest + 1, 64), optimizer=None)
         assert (fitting.floor_bytes if recompute else fitting.peak_bytes) <= budget
         assert (above.floor_bytes if recompute else above.peak_bytes) > budget
+
+
+@pytest.mark.parametrize("budget", [0, 9, 10, 11, 12, 13, 999, 1000, 10**6, 10**9])
+@pytest.mark.parametrize(
+    "peak_bytes",
+    [lambda n: n, lambda n: 7 + 2 * n, lambda n: n * n, lambda n: 11, lambda n: 100 * (n // 30), lambda n: int(n**0.5)],
+    ids=["proportional", "affine", "square", "constant", "steps", "root"],
+)
+def test_the_largest_batch_is_found_in_few_tries_whatever_the_peaks(
+    peak_bytes: Callable[[int], int], budget: int
+) -> None:
+    limit, tried = 5000, []
+    largest = largest_batch(lambda n: tried.append(n) or peak_bytes(n), budget, limit)
+    assert largest == max((n for n in range(1, limit + 1) if peak_bytes(n) <= budget), default=0)
+    assert len(tried) <= 3 * 13
+    assert len(tried) == len(set(tried))
+
+
+def test_the_largest_batch_of_affine_peaks_takes_five_tries() -> None:
+    tried: list[int] = []
+    assert largest_batch(lambda n: tried.append(n) or 10**6 + 1234 * n, 10**7) == 7293
+    assert len(tried) <= 5
 
 
 def test_estimates_of_what_cannot_be_estimated_are_refused() -> None:
