@@ -229,7 +229,7 @@ def peak_of(racer: Racer) -> Peak:
     """Return the peak of one step, seen by the tracker and by the allocator (NOTE [What is measured], rule 2)."""
     racer.step()
     gc.collect()
-    holders = (racer.contender.module, racer.contender.emitted, racer.optimizer, racer.batch)
+    holders = (racer.contender.module, racer.optimizer, racer.batch)
     if next(racer.contender.module.parameters()).is_cuda:
         with fxmem.track(*holders) as memory:
             racer.step()

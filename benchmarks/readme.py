@@ -100,7 +100,9 @@ def comparison_page() -> str:
             "Each peer and eager take turns in one process, fxmem at the peer's measured peak and eager in another; times "
             "are CPU times over eager's, medians of pairs. A compiled peer's extra time is counted over its own time "
             "without recomputation, since fusion is its merit and recomputation its cost. *lost*: fxmem is slower by more "
-            "than the spread of its own pairs, or cannot reach the peak.",
+            "than the spread of its own pairs, or cannot reach the peak. A negative extra time of fxmem counts as none in "
+            "the shares. Rows were measured at several commits and dates, on a busy machine; the file "
+            "names each row's commit.",
             "",
             "| model | peer | peak MB | peer's extra time | fxmem's extra time | of it | | remarks |",
             "|---|---|---|---|---|---|---|---|",

@@ -63,8 +63,6 @@ class Contender:
     estimated_ratio: float | None = None
     """Time of the step over eager's as fxmem estimates it."""
     compile_on_first_step: bool = False
-    emitted: nn.Module | None = None
-    """The graph that fxmem emitted: it may hold constants that the model makes anew in each step."""
 
 
 class NotApplicable(Exception):
@@ -229,8 +227,7 @@ def _fxmem(way: Way, model: nn.Module, bench: BenchModel, batch: Batch, optimize
         budget = fxmem.optimize(model, *batch, **options).report.floor_bytes
     optimized = fxmem.optimize(model, *batch, budget=budget, **options)
     report = optimized.report
-    ratio = 1 + report.overhead_ratio
-    return Contender(optimized, optimized, report.predicted_peak_bytes, ratio, emitted=optimized.graph_module)
+    return Contender(optimized, optimized, report.predicted_peak_bytes, 1 + report.overhead_ratio)
 
 
 _APPLY: dict[str, Callable[..., Contender]] = {

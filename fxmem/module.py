@@ -204,6 +204,14 @@ class OptimizedModule(torch.nn.Module):
         return self._planned().graph_module
 
     @property
+    def fxmem_constants(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that the emitted graph of the signature used last holds, and the model makes anew in each step."""
+        latest = self.__dict__.get("_latest")
+        own = {id(t) for t in (*self.original.parameters(), *self.original.buffers())}
+        held = () if latest is None else (*latest.graph_module.parameters(), *latest.graph_module.buffers())
+        return tuple(t for t in held if id(t) not in own)
+
+    @property
     def plan(self) -> Plan:
         """The plan of the signature used last."""
         return self._planned().plan
@@ -281,7 +289,7 @@ class OptimizedModule(torch.nn.Module):
         self.__dict__.update(state["own"])
 
 
-# -- signatures ----------------------------------------------------------------------------------------------------------
+# -- checks and settings -------------------------------------------------------------------------------------------------
 
 
 def _captured_dynamic(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dims: Dims) -> Captured | None:

@@ -24,7 +24,7 @@ from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld, ScalarReads
 from fxmem.regions import op_of
 from fxmem.replay import View
-from fxmem.step import Gradients, TrainingStep, default_loss, give_gradients, gradients_of, run_step, warm_fake_step
+from fxmem.step import Gradients, TrainingStep, default_loss, gradients_of, run_step, warm_fake_step
 from fxmem.track import StorageTracker, has_storage, parts_of, tensors_of
 from fxmem.types import Phase, StaticBytes
 
@@ -210,8 +210,6 @@ class _Observer:
         parameters = [self.world.fake(p) for p in self.captured.parameters]
 
         def micro_batch() -> None:
-            if gradients is not None:
-                return give_gradients(parameters, gradients)
             leaves = FakeWorld(fakes).fake_all(fakes)
             scout = _Observer(self.captured, self.inputs, self.world)
 
@@ -225,7 +223,7 @@ class _Observer:
             pairs = list(zip(self.captured.parameters, parameters, strict=True))
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
             self.leaves_with_grad = parameters + leaves
-            optimizer, scaler = warm_fake_step(step, pairs, micro_batch)
+            optimizer, scaler = warm_fake_step(step, pairs, micro_batch, gradients)
             static = self._hold_statics(fakes, (optimizer, scaler))
             earlier = self._gradient_serials()
             cached_until: dict[int, int] = {}

@@ -84,7 +84,7 @@ def gradients_of(parameters: Sequence[torch.Tensor]) -> Gradients | None:
     return tuple(None if g is None else GradientLike(g.shape, g.stride(), g.dtype, g.device) for g in gradients)
 
 
-def give_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> None:
+def _give_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> None:
     """Leave on ``parameters`` what a backward left that :func:`gradients_of` looked at."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = None if gradient is None else gradient.new()
@@ -152,20 +152,25 @@ def warm_fake_step(
     step: TrainingStep,
     parameters: Sequence[tuple[torch.Tensor, torch.Tensor]],
     micro_batch: Callable[[], None],
+    gradients: Gradients | None = None,
 ) -> tuple[torch.optim.Optimizer | None, torch.amp.GradScaler | None]:
     """Return optimizer and scaler of ``step`` over fake parameters in their steady state; leave earlier gradients.
 
     ``parameters``: pairs (real, fake). ``micro_batch`` runs forward, loss and backward of one micro-batch on these
-    fakes, or leaves the gradients of one: what it gives a gradient, and what the optimizer given has state of already,
-    has state. Runs under the fakes' mode. Errors: ``InputError`` if there is no steady state.
+    fakes; it is not run where ``gradients``, what it would leave, are known. What it gives a gradient, and what the
+    optimizer given has state of already, has state. Runs under the fakes' mode. Errors: ``InputError`` if there is no
+    steady state.
     """
     fakes = {id(real): fake for real, fake in parameters if fake.requires_grad}
     optimizer = _fake_optimizer(step.optimizer, fakes)
     with ScalarReads():
         if optimizer is not None or step.accumulate:
-            micro_batch()
+            if gradients is None:
+                micro_batch()
+            else:
+                _give_gradients([fake for _, fake in parameters], gradients)
         if optimizer is not None:
-            gradients = {key: fake.grad for key, fake in fakes.items()}
+            left = {key: fake.grad for key, fake in fakes.items()}
             known = step.optimizer.state if isinstance(step.optimizer, torch.optim.Optimizer) else {}
             for real, fake in parameters:
                 if real in known and id(real) in fakes and fake.grad is None:
@@ -173,7 +178,7 @@ def warm_fake_step(
             optimizer.step()
             _check_steady(optimizer)
             for key, fake in fakes.items():
-                fake.grad = gradients[key] if step.accumulate else None
+                fake.grad = left[key] if step.accumulate else None
     device = next((fake.device for fake in fakes.values()), torch.device("cpu"))
     return optimizer, None if step.scaler is None else _fake_scaler(step.scaler, device)
 

@@ -199,7 +199,7 @@ def track(*holders: Any) -> Iterator[Measurement]:
 
 def tensors_of(holder: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that ``holder`` (a tensor, module, optimizer, GradScaler or a nest of them) refers to, with
-    gradients."""
+    gradients; of an optimized module, the constants of its emitted graph too."""
     if isinstance(holder, torch.Tensor):
         yield holder
         if holder.is_leaf and holder.grad is not None:
@@ -207,6 +207,7 @@ def tensors_of(holder: Any) -> Iterator[torch.Tensor]:
     elif isinstance(holder, torch.nn.Module):
         for tensor in (*holder.parameters(), *holder.buffers()):
             yield from tensors_of(tensor)
+        yield from getattr(holder, "fxmem_constants", ())
     elif isinstance(holder, torch.optim.Optimizer):
         for state in holder.state.values():
             yield from tensors_of(tuple(state.values()))

@@ -15,7 +15,7 @@ from fxmem.capture import Captured, Inputs
 from fxmem.cuda import Allocation, AllocatorPeaks, allocator_peaks, cublas_workspace_bytes
 from fxmem.errors import VerificationError
 from fxmem.fake import FakeWorld, ScalarReads
-from fxmem.step import BARE, Gradients, TrainingStep, give_gradients, gradients_of, run_step, warm_fake_step
+from fxmem.step import BARE, Gradients, TrainingStep, gradients_of, run_step, warm_fake_step
 from fxmem.track import Listener, StorageTracker, tensors_of
 from fxmem.types import Phase, Timeline, Verification
 from fxmem.values import seeing_values
@@ -124,8 +124,6 @@ def _fake_step(
     left: Gradients | None = None
 
     def micro_batch() -> None:
-        if gradients is not None:
-            return give_gradients(parameters, gradients)
         other = FakeWorld(leaves).fake_all(leaves)
         with world.state_of(module):
             run_step(lambda: forward(other), step.loss_fn, autocast=captured.autocast)
@@ -137,7 +135,7 @@ def _fake_step(
 
     with world.active():
         pairs = list(zip(captured.parameters, parameters, strict=True))
-        optimizer, scaler = warm_fake_step(step, pairs, micro_batch)
+        optimizer, scaler = warm_fake_step(step, pairs, micro_batch, gradients)
         tracker.hold(tensors_of(state))
         tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
         tracker.hold(tensors_of((optimizer, scaler)))

@@ -542,3 +542,22 @@ def test_gradients_wrongly_known_are_found_out_and_change_no_peak(accumulate: bo
 
     assert seen(right) == seen(None)
     assert seen((None, *right[1:])) == seen(None)
+
+
+def test_a_constant_of_the_emitted_graph_is_counted_by_whoever_tracks_the_module() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+
+    model, x = Shifted(), torch.randn(4, 8)
+    optimized = fxmem.optimize(model, x, optimizer=None, planner="chen")
+    assert sum(t.nbytes for t in optimized.fxmem_constants) == 8 * 4
+    run_step(lambda: optimized(x))
+    model.zero_grad()
+    with fxmem.track(optimized, x) as memory:
+        run_step(lambda: optimized(x))
+    assert memory.peak_bytes == optimized.report.predicted_peak_bytes
