@@ -80,6 +80,7 @@ MAKES: dict[str, Any] = {
     "relu": lambda m, a, b: a.relu(),
     "gelu": lambda m, a, b: F.gelu(a),
     "silu": lambda m, a, b: F.silu(a),
+    "relu6": lambda m, a, b: F.relu6(a * 4),
     "tanh": lambda m, a, b: a.tanh(),
     "softmax": lambda m, a, b: a.softmax(-1),
     "square": lambda m, a, b: a.square().clamp(max=4.0),
@@ -117,6 +118,9 @@ WRITES: dict[str, Any] = {
     "view_add_": lambda m, a, b: a.view(-1)[3:9].add_(1),
     "noise_": lambda m, a, b: a.add_(torch.randn_like(b)),
     "clamp_": lambda m, a, b: a.clamp_(-2, 2),
+    "relu6_": lambda m, a, b: F.relu6(a, inplace=True),
+    "hardtanh_": lambda m, a, b: F.hardtanh(a, -0.75, 0.5, inplace=True),
+    "hardtanh_inexact_": lambda m, a, b: F.hardtanh(a, -0.7, 0.3, inplace=True),
 }
 
 
