@@ -30,11 +30,12 @@ from fxmem.replay import Autocast, NodeReplay, SavedInRerun, View, autocast_as_i
 from fxmem.types import NodeProfile
 
 KIND = "times"
-NUM_RUNS = 5
+MOST_RUNS = 5
+"""Of which the median is taken, after a first one."""
 MOST_SECONDS = 2.0
 """Of measuring in all."""
 LONG_SECONDS = 0.02
-"""An op that takes longer is run once more only."""
+"""An op that takes longer is run once more only; shorter ones the oftener, the shorter they are."""
 MOST_SHARE = 0.5
 """Of the free memory that one op's tensors may take."""
 TAPE_SECONDS = 150e-6
@@ -230,9 +231,8 @@ def _free_bytes(device: torch.device) -> int:
 
 def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
     evicting = torch.zeros(EVICTING_BYTES[device.type], dtype=torch.uint8, device=device)
-    if _seconds(run, evicting) > LONG_SECONDS:
-        return _seconds(run, evicting)
-    return statistics.median(_seconds(run, evicting) for _ in range(NUM_RUNS))
+    num_runs = 1 + min(MOST_RUNS - 1, int(LONG_SECONDS / max(1e-9, _seconds(run, evicting))))
+    return statistics.median(_seconds(run, evicting) for _ in range(num_runs))
 
 
 def _seconds(run: Callable[[], object], evicting: torch.Tensor) -> float:

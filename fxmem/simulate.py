@@ -20,14 +20,17 @@ NOTE [Who holds a managed storage]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from operator import add
 
 from fxmem.types import KEEP, GraphProfile, Phase, Plan, Timeline, TimelineStep
 
 NO_RECIPE = -1
 """Position, in :class:`Tables`, of a storage that may not be dropped."""
+
+SECONDS_UNIT = 2.0**40
+"""Parts of a second that times are rounded to."""
 
 TickRow = tuple[tuple[int, ...], int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """A tick as ``(unpacks, start_bytes, peak_bytes, creates, lets_go, releases)``."""
@@ -60,12 +63,14 @@ class Prefix:
 
     live_bytes: tuple[int, ...] = ()
     """For each tick, its peak if nothing is held but by the forward."""
-    gone: tuple[tuple[int, int], ...] = ()
+    gone: dict[int, int] = field(default_factory=dict)
     """Storages the forward lets go of in these ticks, each with the tick."""
     staying: tuple[int, ...] = ()
     """Storages it still holds after them."""
     unpacked_later: tuple[int, ...] = ()
     """Storages that some later tick unpacks, each once."""
+    next_event: tuple[int, ...] = ()
+    """For each storage the first later tick that names it; the number of ticks if none does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +87,7 @@ class Tables:
     inputs: list[tuple[int, ...]]
     products: list[tuple[int, ...]]
     seconds: list[float]
+    """Multiples of 2^-40 s (0.9 ps), so that sums up to 8,192 s are exact in whatever order."""
     peak_bytes: list[int]
     capture_peak_bytes: list[int]
     ticks: list[TickRow]
@@ -111,28 +117,60 @@ def _make_tables(profile: GraphProfile) -> Tables:
         slot_inputs=[() if s.recipe is None else recipes[s.recipe].inputs for s in storages],
         inputs=[r.inputs for r in recipes],
         products=[r.products for r in recipes],
-        seconds=[r.seconds for r in recipes],
+        seconds=[round(r.seconds * SECONDS_UNIT) / SECONDS_UNIT for r in recipes],
         peak_bytes=[r.peak_bytes for r in recipes],
         capture_peak_bytes=[r.capture_peak_bytes for r in recipes],
         ticks=ticks,
-        prefix=_prefix_of(ticks, nbytes),
+        prefix=prefix_of(ticks, nbytes),
     )
 
 
-def _prefix_of(ticks: list[TickRow], nbytes: list[int]) -> Prefix:
+def prefix_of(ticks: list[TickRow], nbytes: list[int]) -> Prefix:
+    """Return what ``ticks`` do up to the first that unpacks or releases."""
     held: dict[int, None] = {}
-    held_bytes, live_bytes, gone = 0, [], []
+    gone: dict[int, int] = {}
+    held_bytes, live_bytes = 0, []
     for tick, (unpacks, _, peak_bytes, creates, lets_go, releases) in enumerate(ticks):
         if unpacks or releases:
             break
         live_bytes.append(held_bytes + peak_bytes)
         held |= dict.fromkeys(creates)
-        gone += [(s, tick) for s in lets_go if s in held]
+        gone |= {s: tick for s in lets_go if s in held}
         held_bytes += sum(nbytes[s] for s in creates) - sum(nbytes[s] for s in lets_go if s in held)
         for s in lets_go:
             held.pop(s, None)
     later = dict.fromkeys(s for row in ticks for s in row[0])
-    return Prefix(tuple(live_bytes), tuple(gone), tuple(held), tuple(later))
+    next_event = [len(ticks)] * len(nbytes)
+    for tick in range(len(ticks) - 1, len(live_bytes) - 1, -1):
+        unpacks, _, _, *others = ticks[tick]
+        for s in chain(unpacks, *others):
+            next_event[s] = tick
+    return Prefix(tuple(live_bytes), gone, tuple(held), tuple(later), tuple(next_event))
+
+
+@dataclass(slots=True, eq=False)
+class Mark:
+    """The state of a run between two ticks, and its figures so far."""
+
+    full: bytearray
+    owners: list[int]
+    alive: bytearray
+    in_forward: bytearray
+    managed_bytes: int
+    recompute_seconds: float
+    num_recomputed: int
+    num_steps: int
+    """Of those recorded so far."""
+
+    def copy(self) -> Mark:
+        """Return a mark whose lists are its own."""
+        lists = self.full.copy(), self.owners.copy(), self.alive.copy(), self.in_forward.copy()
+        return Mark(*lists, self.managed_bytes, self.recompute_seconds, self.num_recomputed, self.num_steps)
+
+    def is_state_of(self, run: Run) -> bool:
+        """Tell whether a run has come to the same state; its figures may be others."""
+        same = self.full == run.full and self.alive == run.alive and self.in_forward == run.in_forward
+        return same and self.owners == run.owners
 
 
 class Run:
@@ -142,17 +180,33 @@ class Run:
     storages, of refilled slots and of slots that are gone.
     """
 
-    def __init__(self, tables: Tables, limits: Sequence[int], *, record: bool = False) -> None:
+    def __init__(
+        self, tables: Tables, limits: Sequence[int], *, record: bool = False, start: Mark | None = None
+    ) -> None:
+        """``start``: a state to begin in, which becomes the run's own."""
         self.tables, self.limits = tables, limits
-        self.in_forward = [False] * len(limits)
-        self.alive = [False] * len(limits)
-        self.full = [limit == KEEP for limit in limits]
+        self.peak_bytes, self.peak_tick, self.tick = -1, 0, 0
+        self.steps: list[tuple[int, int | None, int]] | None = [] if record else None
+        if start is not None:
+            self.full, self.owners, self.alive, self.in_forward = (
+                start.full,
+                start.owners,
+                start.alive,
+                start.in_forward,
+            )
+            self.managed_bytes = start.managed_bytes
+            self.recompute_seconds, self.num_recomputed = start.recompute_seconds, start.num_recomputed
+            return
+        self.in_forward, self.alive = bytearray(len(limits)), bytearray(len(limits))
+        self.full = bytearray(limit == KEEP for limit in limits)
         self.owners = tables.num_saves.copy()
         self._hold_inputs_of_live_slots()
-        self.managed_bytes = 0
-        self.peak_bytes, self.peak_tick, self.tick = -1, 0, 0
-        self.recompute_seconds, self.num_recomputed = 0.0, 0
-        self.steps: list[tuple[int, int | None, int]] | None = [] if record else None
+        self.managed_bytes, self.recompute_seconds, self.num_recomputed = 0, 0.0, 0
+
+    def mark(self) -> Mark:
+        """Return the state."""
+        figures = self.managed_bytes, self.recompute_seconds, self.num_recomputed, len(self.steps or ())
+        return Mark(self.full, self.owners, self.alive, self.in_forward, *figures).copy()
 
     def _hold_inputs_of_live_slots(self) -> None:
         """Count, for each storage, the empty slots that will hold it; slots no saved tensor reaches do not exist."""
@@ -171,7 +225,7 @@ class Run:
         prefix, full, owners, nbytes = self.tables.prefix, self.full, self.owners, self.tables.nbytes
         num_ticks = len(prefix.live_bytes)
         change = [0] * (num_ticks + 1)
-        for s, tick in prefix.gone:
+        for s, tick in prefix.gone.items():
             if full[s] and owners[s]:
                 self.alive[s] = True
                 change[tick + 1] += nbytes[s]
@@ -342,6 +396,7 @@ __all__ = [
     "check_limits",
     "drop_all",
     "keep_all",
+    "prefix_of",
     "simulate",
     "tables_of",
 ]

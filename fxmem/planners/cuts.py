@@ -7,7 +7,7 @@ a cut is kept as a boundary, so a recomputation never leaves its segment.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +95,7 @@ def nested_limits(
         limit = KEEP
         if storage.recipe is not None and not (keep_last and first >= last_start):
             for level_ends in ends:
-                end = level_ends[np.searchsorted(level_ends, first, side="right")]
+                end = level_ends[bisect_right(level_ends, first)]
                 if last >= end:
                     break
                 limit = end - 1

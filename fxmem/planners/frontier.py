@@ -10,13 +10,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
+from fxmem.planners.resume import Base, Resumed, Whole
 from fxmem.simulate import Run, Tables, simulate, tables_of
 from fxmem.types import FrontierPoint, GraphProfile, Plan
 
 Limits = tuple[int, ...]
 MOST_RERUNS = 30
 """A plan that reruns the graph's recipes more often than this, on average, is given up."""
-TICKS_AT_ONCE = 32
 LESS = 1 - 1e-9
 """Sums of seconds in another order may differ by so much."""
 
@@ -87,23 +87,22 @@ class Front:
         return beaten
 
 
-def live(tables: Tables, limits: Sequence[int], front: Front | None = None) -> Run | None:
+def live(tables: Tables, limits: Limits, front: Front | None = None, base: Base | None = None) -> Run | None:
     """Return the finished run of limits known to fit; None if it reruns recipes again and again, or ``front`` beats it.
 
     Late refills of long runs cost time quadratic in their length, to simulate as to train with. Peak and seconds so far
-    are lower bounds, so most runs that a front beats need not be finished.
+    are lower bounds, so most runs that a front beats need not be finished. ``base``: a finished run of similar limits.
     """
-    run = Run(tables, limits)
-    begin = run.advance_prefix()
-    least_seconds = 0.0 if front is None else LESS * run.least_seconds()
+    steps: Whole | Resumed = Whole(tables, limits) if base is None else Resumed(base, limits)
+    run = steps.run
+    least_seconds = LESS * run.least_seconds() if front is not None and base is None else 0.0
     most_recomputed = MOST_RERUNS * len(tables.inputs) + 1_000
-    for first in range(begin, len(tables.ticks), TICKS_AT_ONCE):
-        if run.num_recomputed > most_recomputed:
-            return None
+    while run.num_recomputed <= most_recomputed:
         if front is not None and front.beats(run.peak_bytes, max(least_seconds, run.recompute_seconds)):
             return None
-        run.advance(tables.ticks[first : first + TICKS_AT_ONCE], first)
-    return None if run.num_recomputed > most_recomputed else run
+        if not steps.advance():
+            return run
+    return None
 
 
 def pareto(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:

@@ -40,7 +40,7 @@ class Option:
 def judge_option(part: Part, limits: Limits) -> Option | None:
     """Return what ``limits`` (of all local storages) brings; None if it reruns recipes again and again."""
     run = Run(part.tables, limits)
-    run.advance(part.forward)
+    run.advance_prefix()
     forward_bytes, kept_bytes = run.peak_bytes, run.managed_bytes
     run.peak_bytes = -1
     most_reruns = MOST_RERUNS * len(part.tables.inputs) + 20
@@ -61,7 +61,10 @@ def options_in_haste(part: Part) -> list[Option]:
 
 def options_of(part: Part, *, num_trials: int) -> list[Option]:
     """Return the part's Pareto set over (peak, kept bytes, seconds), after at most ``num_trials`` judgements."""
-    options: dict[Limits, Option | None] = {limits: judge_option(part, limits) for limits in _seeds(part)}
+    options: dict[Limits, Option | None] = {}
+    for limits in _seeds(part):
+        if limits not in options:
+            options[limits] = judge_option(part, limits)
     front = _pareto(part, options)
     tried: set[Limits] = set()
     while len(options) < num_trials:

@@ -21,14 +21,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fxmem.planners.cuts import Spans, node_positions
-from fxmem.simulate import NO_RECIPE, Tables, TickRow
+from fxmem.simulate import NO_RECIPE, Tables, TickRow, prefix_of
 from fxmem.types import GraphProfile, Phase
 
 LONG_CELLS = 3
@@ -44,11 +44,11 @@ class Part:
     storages: tuple[int, ...]
     """Global indices of the storages inside; local index by place. Boundaries it makes or reads follow them."""
     tables: Tables
+    """Its ticks are those of the forward, relative to ``forward_base_bytes``: all of them its prefix."""
     weights: tuple[float, ...]
     """Bytes that holding each local storage until backward costs; zero for boundaries held anyway."""
-    forward: list[TickRow]
-    """Relative to ``forward_base_bytes``; ``backward`` likewise."""
     backward: list[TickRow]
+    """Relative to ``backward_base_bytes``."""
     forward_base_bytes: int
     backward_base_bytes: int
     signature: tuple[Any, ...]
@@ -249,13 +249,14 @@ def _relative(
     forward_base = min((r[1] for r in forward), default=0)
     backward_base = min((r[1] for r in backward), default=0)
     forward = [_lowered(r, forward_base) for r in forward]
+    tables = replace(tables, ticks=forward, prefix=prefix_of(forward, tables.nbytes))
     backward = [_lowered(r, backward_base) for r in backward]
     signature = (
         tuple(tables.nbytes), tuple(tables.num_saves), tuple(tables.internal), tuple(tables.position),
         tuple(tables.inputs), tuple(tables.products), tuple(tables.seconds), tuple(tables.peak_bytes),
         tuple(tables.capture_peak_bytes), weights, tuple(forward), tuple(backward),
     )  # fmt: skip
-    return Part(start, end, inside, tables, weights, forward, backward, forward_base, backward_base, signature)
+    return Part(start, end, inside, tables, weights, backward, forward_base, backward_base, signature)
 
 
 def _lowered(row: TickRow, base_bytes: int) -> TickRow:

@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fxmem.planners.events import events_of
-from fxmem.planners.frontier import MOST_RERUNS, TICKS_AT_ONCE, Limits
+from fxmem.planners.frontier import MOST_RERUNS, Limits
+from fxmem.planners.resume import Bases, Resumed
 from fxmem.planners.search import reached_positions
-from fxmem.simulate import NO_RECIPE, Run, Tables
+from fxmem.simulate import NO_RECIPE, Tables
 from fxmem.types import KEEP
 
 NUM_MOVES = 12
@@ -41,6 +45,7 @@ class Repair:
         self.tables = tables
         self.events = events_of(tables)
         self.reached = reached_positions(tables)
+        self.bases = Bases(tables)
         self.num_runs = 0
 
     def fit(self, limits: Limits, budget_bytes: int, most_runs: int) -> Iterator[Limits]:
@@ -55,19 +60,29 @@ class Repair:
             yield state.limits
             yield self._kept_again(state, budget_bytes, end).limits
 
-    def _state(self, limits: Limits, budget_bytes: int, most_excess_bytes: float = float("inf")) -> State:
-        """Return what ``limits`` bring; of those that exceed the budget by so much, only that they do."""
-        run = Run(self.tables, limits, record=True)
+    def _state(
+        self, limits: Limits, budget_bytes: int, *, near: Limits | None = None, most_excess_bytes: float = float("inf")
+    ) -> State:
+        """Return what ``limits`` bring; of those that exceed the budget by so much, only that they do.
+
+        ``near``: limits that differ little.
+        """
         self.num_runs += 1
-        ticks, most = self.tables.ticks, MOST_RERUNS * len(self.tables.inputs) + 1_000
-        excess_bytes, seen = 0, 0
-        for first in range(run.advance_prefix(), len(ticks) + TICKS_AT_ONCE, TICKS_AT_ONCE):
-            assert run.steps is not None
-            excess_bytes += sum(live - budget_bytes for _, _, live in run.steps[seen:] if live > budget_bytes)
-            seen = len(run.steps)
+        base = self.bases.of(limits if near is None else near)
+        steps = Resumed(base, limits, record=True)
+        run, most = steps.run, MOST_RERUNS * len(self.tables.inputs) + 1_000
+        excess_bytes, seen = _excess_bytes(steps.lives_before, budget_bytes), 0
+        assert run.steps is not None
+        more = True
+        while more:
             if run.num_recomputed > most or excess_bytes >= most_excess_bytes:
                 return State(limits, float("inf"), float("inf"), run.peak_bytes, run.peak_tick)
-            run.advance(ticks[first : first + TICKS_AT_ONCE], first)
+            more = steps.advance()
+            excess_bytes += sum(live - budget_bytes for _, _, live in run.steps[seen:] if live > budget_bytes)
+            seen = len(run.steps)
+        excess_bytes += _excess_bytes(steps.lives_after, budget_bytes)
+        if near is not None and excess_bytes < most_excess_bytes:
+            self.bases.lend(limits, base)
         return State(limits, float(excess_bytes), run.recompute_seconds, run.peak_bytes, run.peak_tick)
 
     def _best_move(self, state: State, budget_bytes: int) -> State | None:
@@ -76,7 +91,7 @@ class Repair:
         for number, limits in enumerate(self._moves(state)):
             if best is not None and number >= NUM_MOVES:
                 break
-            other = self._state(limits, budget_bytes, state.excess_bytes)
+            other = self._state(limits, budget_bytes, near=state.limits, most_excess_bytes=state.excess_bytes)
             gain, cost = state.excess_bytes - other.excess_bytes, other.seconds - state.seconds
             if gain <= 0.0:
                 continue
@@ -114,7 +129,12 @@ class Repair:
             for limit in (KEEP, last):
                 if state.limits[s] == KEEP or self.num_runs >= end:
                     break
-                other = self._state((*state.limits[:s], limit, *state.limits[s + 1 :]), budget_bytes, 1.0)
+                kept = (*state.limits[:s], limit, *state.limits[s + 1 :])
+                other = self._state(kept, budget_bytes, near=state.limits, most_excess_bytes=1.0)
                 if other.excess_bytes == 0.0 and other.seconds < state.seconds:
                     state = other
         return state
+
+
+def _excess_bytes(live_bytes: NDArray[np.int64], budget_bytes: int) -> int:
+    return int(np.maximum(live_bytes - budget_bytes, 0).sum())

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations, zip_longest
 
 from fxmem.planners.frontier import Clock, Front, Limits, live, pareto
+from fxmem.planners.resume import Base, Bases
 from fxmem.simulate import NO_RECIPE, Tables, tables_of
 from fxmem.types import KEEP, FrontierPoint, GraphProfile, Plan
 
@@ -28,7 +29,7 @@ def improve(
     front = pareto(points)
     search = _Search(tables_of(profile))
     for point in evenly(front, max(MOVES_AT_ONCE, num_trials)):
-        search.consider(point.plan.limits)
+        search.join(point.peak_bytes, point.recompute_seconds, point.plan.limits)
     search.walk(num_trials, clock)
     found = (FrontierPoint(Plan("search", limits), peak, cost) for peak, cost, limits in search.front.rows)
     return pareto((*front, *found))
@@ -46,24 +47,36 @@ class _Search:
         self.last = len(tables.inputs) - 1
         self.created, self.ended = _lifetimes(tables)
         self.reached = reached_positions(tables)
+        self.droppable = [
+            (s, p, tables.seconds[p], tables.seconds[p] / tables.nbytes[s])
+            for s, p in enumerate(tables.position)
+            if p != NO_RECIPE and tables.nbytes[s]
+        ]
         self.front = Front()
+        self.bases = Bases(tables)
         self.moves: dict[Limits, Iterator[Limits]] = {}
         self.seen: set[Limits] = set()
 
     def survivors(self) -> list[Limits]:
         return [limits for _, _, limits in self.front.rows]
 
-    def consider(self, limits: Limits) -> None:
-        """Judge a plan; if no other beats it, it joins the front."""
+    def join(self, peak_bytes: int, seconds: float, limits: Limits, peak_tick: int | None = None) -> bool:
+        """Take a judged plan into the front if no other beats it, and those out that it beats."""
         self.seen.add(limits)
-        run = live(self.tables, limits, self.front)
-        if run is None:
-            return
-        beaten = self.front.add(run.peak_bytes, run.recompute_seconds, limits)
-        if beaten is not None:
-            for other in beaten:
-                del self.moves[other]
-            self.moves[limits] = self._moves(limits, run.peak_tick)
+        beaten = self.front.add(peak_bytes, seconds, limits)
+        if beaten is None:
+            return False
+        for other in beaten:
+            del self.moves[other]
+        self.moves[limits] = self._moves(limits, peak_tick)
+        return True
+
+    def consider(self, limits: Limits, base: Base) -> None:
+        """Judge a plan, and let it join the front."""
+        self.seen.add(limits)
+        run = live(self.tables, limits, self.front, base)
+        if run is not None and self.join(run.peak_bytes, run.recompute_seconds, limits, run.peak_tick):
+            self.bases.lend(limits, base)
 
     def walk(self, num_trials: int, clock: Clock) -> None:
         """Let the points of the front take turns until trials, time or moves are used up."""
@@ -93,46 +106,59 @@ class _Search:
             if following is None:
                 return False
             if following not in self.seen:
-                self.consider(following)
+                self.consider(following, self.bases.of(limits))
             if limits not in self.moves:
                 return True
         return True
 
-    def _moves(self, limits: Limits, peak_tick: int) -> Iterator[Limits]:
+    def _moves(self, limits: Limits, peak_tick: int | None) -> Iterator[Limits]:
         """Single moves, most promising first; then pairs of them."""
-        single = self._single_moves(limits, peak_tick)
-        for s, limit in single:
-            yield (*limits[:s], limit, *limits[s + 1 :])
+        single: list[tuple[int, int]] = []
+        tick = self.bases.of(limits).run.peak_tick if peak_tick is None else peak_tick
+        for moves in (self._promising, self._others):
+            for _, s, limit in moves(limits, tick):
+                single.append((s, limit))
+                yield (*limits[:s], limit, *limits[s + 1 :])
         for (s, limit), (t, other_limit) in combinations(single, 2):
             if s != t:
                 pair = list(limits)
                 pair[s], pair[t] = limit, other_limit
                 yield tuple(pair)
 
-    def _single_moves(self, limits: Limits, peak_tick: int) -> list[tuple[int, int]]:
-        """Return pairs of storage and new limit."""
-        tables = self.tables
-        after = self.reached[peak_tick] - 1
+    def _promising(self, limits: Limits, peak_tick: int) -> Iterator[_Move]:
+        """Yield what may lower the peak, or the seconds without a higher peak, each kind in turn."""
         keep: list[_Move] = []
         drop: list[_Move] = []
         later: list[_Move] = []
-        rest: list[_Move] = []
-        for s, (limit, position) in enumerate(zip(limits, tables.position, strict=True)):
-            if position == NO_RECIPE or not tables.nbytes[s]:
-                continue
-            at_peak = self.created[s] < peak_tick <= self.ended[s]
-            cost = tables.seconds[position] / tables.nbytes[s]
-            if limit == KEEP:
-                for other in sorted({self.last, position} | ({after} if position < after < self.last else set())):
-                    (drop if at_peak else rest).append((cost, s, other))
-            else:
-                (rest if at_peak else keep).append((-tables.seconds[position], s, KEEP))
-                for other in sorted({self.last, position, after} - {limit}):
-                    if other >= position:
-                        (later if at_peak and other < limit else rest).append((cost, s, other))
+        after = self.reached[peak_tick] - 1
+        for s, position, seconds, cost in self.droppable:
+            limit = limits[s]
+            if self.created[s] < peak_tick <= self.ended[s]:
+                moves, below = (drop, self.last + 1) if limit == KEEP else (later, limit)
+                for other in self._refills(position, after):
+                    if other < below:
+                        moves.append((cost, s, other))
+            elif limit != KEEP:
+                keep.append((-seconds, s, KEEP))
         rows = zip_longest(sorted(keep), sorted(drop), sorted(later))
-        ordered = [move for move in chain.from_iterable(rows) if move is not None] + sorted(rest)
-        return [(s, limit) for _, s, limit in ordered]
+        return (move for move in chain.from_iterable(rows) if move is not None)
+
+    def _others(self, limits: Limits, peak_tick: int) -> Iterator[_Move]:
+        """Yield the other single moves."""
+        rest: list[_Move] = []
+        after = self.reached[peak_tick] - 1
+        for s, position, seconds, cost in self.droppable:
+            limit = limits[s]
+            at_peak = self.created[s] < peak_tick <= self.ended[s]
+            if at_peak and limit != KEEP:
+                rest.append((-seconds, s, KEEP))
+            above = -1 if not at_peak else self.last if limit == KEEP else limit
+            rest += [(cost, s, other) for other in self._refills(position, after) if other > above and other != limit]
+        return iter(sorted(rest))
+
+    def _refills(self, position: int, after: int) -> tuple[int, ...]:
+        """Return the limits tried for what is dropped: only when asked for, what is asked for later, on the way."""
+        return (position, after, self.last) if position < after < self.last else (position, self.last)
 
 
 def reached_positions(tables: Tables) -> list[int]:

@@ -9,10 +9,12 @@ below the dear one's: in the end the dear plan is left where it is needed only. 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import pairwise
 
 from fxmem.planners.frontier import Clock, Front, Limits, live
+from fxmem.planners.resume import Base, Bases
 from fxmem.simulate import NO_RECIPE, Tables, tables_of
 from fxmem.types import FrontierPoint, GraphProfile, Plan
 
@@ -50,8 +52,10 @@ def _pairs(front: Front) -> list[tuple[Limits, Limits]]:
     ranked = []
     for number, (dear, above) in enumerate(pairwise(front.rows)):
         size = math.log(above[0] / dear[0]) * (dear[1] - above[1])
-        others = (next((row for row in front.rows[number + 1 :] if row[0] >= rise * dear[0]), above) for rise in RISES)
-        ranked += [(-size, k, other[2], dear[2]) for k, other in enumerate(others)]
+        for k, rise in enumerate(RISES):
+            place = bisect_left(front.rows, (rise * dear[0],), lo=number + 1)
+            cheap = front.rows[place] if place < len(front.rows) else above
+            ranked.append((-size, k, cheap[2], dear[2]))
     ranked.sort(key=lambda row: row[:2])
     return [(cheap, dear) for _, _, cheap, dear in ranked]
 
@@ -59,6 +63,7 @@ def _pairs(front: Front) -> list[tuple[Limits, Limits]]:
 class _Splicer:
     def __init__(self, tables: Tables, front: Front) -> None:
         self.tables, self.front, self.num_trials = tables, front, 0
+        self.bases = Bases(tables)
 
     def run(self, cheap: Limits, dear: Limits) -> None:
         """Exchange stretches of ``dear`` for those of ``cheap`` while the peak stays below that of ``dear``."""
@@ -71,13 +76,14 @@ class _Splicer:
                     c if p != NO_RECIPE and start <= p < end else d
                     for p, c, d in zip(self.tables.position, cheap, dear, strict=True)
                 )
-                if trial != dear and self._judged(trial, most_bytes):
+                if trial != dear and self._judged(trial, most_bytes, self.bases.of(dear)):
+                    self.bases.lend(trial, self.bases.of(dear))
                     dear = trial
 
-    def _judged(self, limits: Limits, most_bytes: int) -> bool:
+    def _judged(self, limits: Limits, most_bytes: int, base: Base) -> bool:
         """Judge a plan, add it to the front, and tell whether it is a good one within ``most_bytes``."""
         self.num_trials += 1
-        run = live(self.tables, limits, self.front)
+        run = live(self.tables, limits, self.front, base)
         if run is None:
             return False
         return (
