@@ -36,7 +36,8 @@ from benchmarks.measure import LEARNING_RATE, SEED, Racer, peak_of
 from benchmarks.models import Batch, BenchModel, UNet
 from benchmarks.results_file import RESULTS, load_rows, machine
 from benchmarks.ways import COMPILE_BUDGETS, EAGER, Way
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.pipeline import Settings, profile_model
 from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.planners.bound import Relaxation

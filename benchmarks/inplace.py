@@ -24,7 +24,8 @@ from torch import nn
 import fxmem
 from benchmarks import models
 from benchmarks.results_file import RESULTS, machine
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.pipeline import Settings, profile_model
 from fxmem.simulate import keep_all, simulate
 from fxmem.step import TrainingStep, run_step

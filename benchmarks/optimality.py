@@ -24,7 +24,8 @@ from torch import nn
 
 from benchmarks.libraries import import_torchvision
 from benchmarks.results_file import RESULTS, machine
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.planners.bound import Relaxation
 from fxmem.planners.frontier import Clock

@@ -31,7 +31,8 @@ from benchmarks.libraries import import_torchvision
 from benchmarks.losses import cross_entropy
 from benchmarks.models import deep_resnet
 from benchmarks.results_file import RESULTS, machine
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.pipeline import Settings, frontier_of, profile_model
 from fxmem.planners import cheapest_within
 from fxmem.step import TrainingStep

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from fxmem.capture import Captured, Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Captured, Inputs
 from fxmem.pipeline import Settings, emit_within_budget, frontier_of, profile_model
 from fxmem.replay import Autocast
 from fxmem.step import TrainingStep, run_step

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fxmem.capture import Dims, Inputs
+from fxmem.captured import Dims, Inputs
 from fxmem.errors import InputError
 from fxmem.fake import FakeWorld
 

@@ -5,8 +5,7 @@ so autograd and autocast run through the captured graph as through the model. Th
 leaf outputs) and its parameters, the very same objects under the same names, are read where they are first used.
 
 Not kept by the front end: the backward of a custom ``autograd.Function`` and hooks set inside forward. These calls
-become opaque nodes (:mod:`fxmem.opaque`), and what was captured is checked: on fakes, the model and the graph must
-build the same autograd graph.
+become opaque nodes (:mod:`fxmem.opaque`), and what was captured is checked (:mod:`fxmem.faithful`).
 """
 
 from __future__ import annotations
@@ -14,94 +13,25 @@ from __future__ import annotations
 import inspect
 import operator
 import traceback
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.autograd.grad_mode import _force_original_view_tracking
-from torch.fx.graph_module import _assign_attr
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
-from fxmem.effects import OpLog, Place, PythonState
-from fxmem.errors import CaptureError, InputError
-from fxmem.fake import FakeWorld, ScalarReads, attributes_restored, check_device, no_value_checks
+from fxmem.captured import Captured, Dims, Inputs, source_of, with_unused_state
+from fxmem.errors import CaptureError, InputError, first_lines
+from fxmem.faithful import check_faithful
+from fxmem.fake import attributes_restored, check_device, no_value_checks
 from fxmem.frozen import with_frozen_norms
-from fxmem.opaque import Opaque, kept_whole, opaque_call, replaced
+from fxmem.opaque import Opaque, kept_whole, opaque_call
 from fxmem.regions import Region, Scoped, op_of
 from fxmem.replay import Autocast
-from fxmem.structures import flattened, outputs_looked_into
-from fxmem.types import Source
-from fxmem.values import KnownValues, Read, all_hold, answered, seeing_values
-
-Dims = frozenset[tuple[int, int]]
-"""Dimensions of input leaves, as (leaf, dimension)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """A call's arguments, flattened: ``leaves`` in the order of ``spec``; keyword arguments sorted by name."""
-
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """Return the flattened form of a call ``f(*args, **kwargs)``."""
-        leaves, spec = flattened((args, dict(sorted(kwargs.items()))))
-        return Inputs(tuple(leaves), spec)
-
-    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs)."""
-        args, kwargs = tree_unflatten(list(self.leaves), self.spec)
-        return tuple(args), kwargs
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A captured model: ``graph_module`` takes the leaves of ``Inputs`` and returns a tuple of output leaves."""
-
-    graph_module: fx.GraphModule
-    out_spec: TreeSpec
-    autocast: Autocast | None
-    dynamic: Dims = frozenset()
-    """Dimensions of input leaves that may have another size."""
-    parameters: tuple[torch.Tensor, ...] = ()
-    """The model's parameters in its own order, in which an optimizer steps them."""
-    autocast_device: str | None = None
-    """Device type of the autocast regions inside the model, if there are any."""
-    reads: tuple[Read, ...] = ()
-    """What the model read of its inputs' values; the graph is that of calls that read the same."""
-
-    def call(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> Any:
-        """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it.
-
-        After an in-place write, autograd differentiates the views of the written tensor anew: by ``as_strided``, or, as it
-        always does on fakes, by the views' own ops. Asking for the latter makes the same tensors as were profiled.
-        """
-        with self.scope(), _force_original_view_tracking(True):
-            return self.unflatten(graph_module(*leaves))
-
-    def serves(self, inputs: Inputs) -> bool:
-        """True if the model goes this graph's way where it looks at values of ``inputs``."""
-        return all_hold(self.reads, inputs.leaves)
-
-    def unflatten(self, leaves: Any) -> Any:
-        """Return the model's own output structure around ``leaves``."""
-        return tree_unflatten(list(leaves), self.out_spec)
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """Return the context of a whole forward: with autocast regions inside, one cast of a weight serves them all."""
-        device_type = self.autocast_device
-        if device_type is None:
-            return nullcontext()
-        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        return torch.autocast(device_type, dtype, enabled)
+from fxmem.structures import outputs_looked_into
+from fxmem.values import KnownValues, Read, answered
 
 
 def _autocast_device(graph_module: fx.GraphModule) -> str | None:
@@ -133,7 +63,7 @@ def capture(
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} could not be captured by torch.export{_raised_in(error, model)}: "
-            f"{_first_lines(error)}. If its control flow depends on the values in tensors, move that part out of the model "
+            f"{first_lines(error)}. If its control flow depends on the values in tensors, move that part out of the model "
             "or optimize the parts around it."
         ) from error
     assert module._out_spec is not None
@@ -142,7 +72,7 @@ def capture(
     captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device, reads)
     _check_scalars(model, captured)
     _check_dynamic(model, captured)
-    _check(model, captured, inputs)
+    check_faithful(model, captured, inputs)
     return captured
 
 
@@ -310,27 +240,6 @@ def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> A
     raise CaptureError(f"the captured graph reads {target}, which {type(model).__name__} does not have")
 
 
-def with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> fx.GraphModule:
-    """Give ``graph_module`` those parameters and buffers of ``model`` that its graph does not read: they take memory."""
-    known = {id(t) for t in (*graph_module.parameters(), *graph_module.buffers())}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in known:
-            _assign_attr(tensor, graph_module, name)
-    return graph_module
-
-
-def source_of(node: fx.Node) -> Source:
-    """Return the module path and the user's source line of ``node``."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((path for path, _ in reversed(list(stack.values()))), "")
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
-    user = [frame for frame in frames if "torch/nn/" not in frame] or frames
-    if not user:
-        return Source(str(path))
-    file, _, rest = user[-1].removeprefix('File "').partition('", line ')
-    return Source(str(path), f"{file.rsplit('/', 1)[-1]}:{rest.partition(',')[0]}")
-
-
 def _raised_in(error: BaseException, model: torch.nn.Module) -> str:
     """Return the module of ``model`` whose code raised ``error``, with the source line; empty if none did."""
     names = {id(module): name or "the model" for name, module in model.named_modules()}
@@ -343,220 +252,3 @@ def _raised_in(error: BaseException, model: torch.nn.Module) -> str:
                 place = f" in {owner} ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{line})"
         chain = chain.__cause__ or chain.__context__
     return place
-
-
-def _first_lines(error: Exception, limit: int = 600) -> str:
-    return " ".join(str(error).split())[:limit] or type(error).__name__
-
-
-# -- the check ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What a forward on fakes built and did."""
-
-    nodes: Counter[str]
-    """Autograd nodes that the outputs reach, by name; parameters by their own."""
-    calls: list[str]
-    """Calls it made that a graph would not keep: keys of ``_REMEDIES``."""
-    left: dict[Place, Any]
-    """Places outside of the graph that it changed, with what they hold."""
-    again: dict[Place, Any]
-    """The same, for a second forward right after, if there was one."""
-    ops: list[tuple[str, tuple[str, ...]]]
-    ops_again: list[tuple[str, tuple[str, ...]]]
-
-
-def _check(model: torch.nn.Module, captured: Captured, inputs: Inputs) -> None:
-    """Raise ``CaptureError`` if the model does what its graph would not: in autograd, in Python, in its next call."""
-    try:
-        eager = _run(model, model, captured, inputs, twice=True)
-        graph = _run(captured.graph_module, model, captured, inputs, twice=bool(eager.again))
-    except CaptureError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"{type(model).__name__} could not be run on fake tensors: {_first_lines(error)}. If it reads the values in "
-            "tensors, move that part out of the model or optimize the parts around it."
-        ) from error
-    _check_effects(model, eager, graph)
-    _check_autograd(model, eager, graph)
-
-
-def _check_autograd(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
-    lost_calls = Counter(eager.calls) - Counter(graph.calls)
-    if lost_calls:
-        call = min(lost_calls)
-        raise CaptureError(
-            f"{type(model).__name__} calls {call} in forward; a captured graph would lose it. {_REMEDIES[call]}"
-        )
-    lost = {name: n - graph.nodes[name] for name, n in eager.nodes.items() if n > graph.nodes[name]}
-    if lost:
-        names = ", ".join(f"{name} (x{n})" for name, n in sorted(lost.items())[:5])
-        why = next((text for name, text in _KNOWN_LOSSES.items() if any(name in node for node in lost)), _OTHER_LOSS)
-        raise CaptureError(
-            f"the captured graph of {type(model).__name__} lacks autograd nodes of the model: {names}. {why}"
-        )
-
-
-_KNOWN_LOSSES = {
-    "CheckpointFunction": "Reentrant torch.utils.checkpoint does not go into a graph: switch it off "
-    "(use_reentrant=False, or gradient_checkpointing_disable()); fxmem recomputes by its own plan.",
-    "AccumulateGrad": "A parameter or a tensor that it makes require grad inside forward would get no gradient.",
-}
-_OTHER_LOSS = "A custom autograd.Function or a module hook in it would be lost, and gradients would be wrong."
-
-
-def _check_effects(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
-    """Raise ``CaptureError`` for what a forward leaves in Python, or does anew in each call; a cache is neither."""
-    name = type(model).__name__
-    for place, value in eager.left.items():
-        with_grad = isinstance(value, torch.Tensor) and value.requires_grad
-        if with_grad and place not in graph.left:
-            raise CaptureError(
-                f"{name} leaves a tensor that carries gradient in the attribute {place}; a captured graph would not. Let "
-                "forward return it instead."
-            )
-    changed = next((place for place in eager.again if place not in graph.again), None)
-    if changed is not None:
-        raise CaptureError(
-            f"{name} changes {changed} in every forward; a captured graph would not. Keep it in a tensor, by "
-            "register_buffer, or do it outside of the model."
-        )
-    if eager.ops != eager.ops_again:
-        first, second = _first_difference(eager.ops, eager.ops_again)
-        raise CaptureError(
-            f"{name} computes something else when it is called again with the same arguments ({first}, then {second}); a "
-            "captured graph would not. If only its first call is special, call it once before fxmem.optimize; if it "
-            "depends on Python's random numbers, the time or a counter, draw from torch or keep the number in a buffer."
-        )
-
-
-def _first_difference(first: list[tuple[str, tuple[str, ...]]], second: list[tuple[str, tuple[str, ...]]]) -> list[str]:
-    pairs = zip_longest(first, second, fillvalue=("nothing more", ()))
-    return [f"{op}({', '.join(scalars)})" for op, scalars in next(pair for pair in pairs if pair[0] != pair[1])]
-
-
-def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, inputs: Inputs, *, twice: bool) -> _Run:
-    """Run ``module``, the model itself or its graph, once or two times on fakes."""
-    world = FakeWorld(inputs.leaves)
-    fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
-
-    def forward() -> tuple[Any, list[tuple[str, tuple[str, ...]]]]:
-        context = captured.autocast.enter() if captured.autocast else nullcontext()
-        with context, OpLog([fakes, [world.fake(p) for p in captured.parameters]]) as log:
-            if module is model:
-                call = Inputs(tuple(fakes), inputs.spec).call()
-                with seeing_values(inputs.leaves, fakes):
-                    outputs = module(*call[0], **call[1])
-                _check_arguments_left(model, call, fakes, inputs.spec)
-            else:
-                outputs = module(*fakes)
-        return outputs, log.ops
-
-    with attributes_restored(model), world.state_of(module), world.active(), ScalarReads():
-        before = PythonState(model)
-        with _calls_noted() as calls:
-            outputs, ops = forward()
-        left = before.changes()
-        if not twice:
-            return _Run(_autograd_nodes(outputs), calls, left, {}, ops, ops)
-        between = PythonState(model)
-        _, ops_again = forward()
-        again = between.changes()
-    return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again)
-
-
-def _check_arguments_left(model: torch.nn.Module, call: Any, leaves: Sequence[Any], spec: TreeSpec) -> None:
-    """Raise ``CaptureError`` if the call put anything else into the containers it was given."""
-    left, left_spec = flattened(call)
-    if left_spec != spec or any(a is not b for a, b in zip(left, leaves, strict=True)):
-        raise CaptureError(
-            f"{type(model).__name__} changes a list, dict or other structure among its arguments; a captured graph would "
-            "not. Let forward return what it puts there."
-        )
-
-
-def _autograd_nodes(outputs: Any) -> Counter[str]:
-    """Count the autograd nodes that ``outputs`` reach, by name."""
-    leaves = tree_leaves(outputs)
-    names: Counter[str] = Counter()
-    stack = [t.grad_fn for t in leaves if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if not _harmless(node):
-            names[node.name()] += 1
-        for next_node, _ in node.next_functions:
-            if next_node is not None and next_node not in seen:
-                seen.add(next_node)
-                stack.append(next_node)
-    return names
-
-
-def _harmless(node: Any) -> bool:
-    """Views and copies differ between a model and its graph (``x.T`` or ``permute``) without changing a gradient."""
-    return not isinstance(node, torch.autograd.function.BackwardCFunction) and "AccumulateGrad" not in node.name()
-
-
-_SEEDING = "Draw from a torch.Generator of the model's own instead."
-_HOOKING = "Set the hook on a parameter, or outside the model."
-_REMEDIES = {
-    "Tensor.register_hook": _HOOKING,
-    "Tensor.register_post_accumulate_grad_hook": _HOOKING,
-    "Tensor.grad_fn": "Write what it does with the autograd graph as a torch.autograd.Function.",
-    "torch.manual_seed": _SEEDING,
-    "torch.set_rng_state": _SEEDING,
-    "torch.random.fork_rng": _SEEDING,
-    "torch.inference_mode": "Use torch.no_grad.",
-}
-"""Calls inside a forward that no graph keeps, and what to do instead."""
-
-
-class _GradFnReads(TorchFunctionMode):
-    """Notes every read of ``grad_fn`` by code that is not torch's own: what is done to it later cannot be seen."""
-
-    def __init__(self, noted: list[str]) -> None:
-        super().__init__()
-        self._noted = noted
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__self__", None) is torch.Tensor.grad_fn and _called_by_user():
-            self._noted.append("Tensor.grad_fn")
-        return func(*args, **(kwargs or {}))
-
-
-def _called_by_user() -> bool:
-    """True if what calls is not torch's own code; fxmem's frames in between do not count."""
-    frame = inspect.currentframe()
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("fxmem."):
-        frame = frame.f_back
-    return frame is None or not str(frame.f_globals.get("__name__", "")).startswith("torch.")
-
-
-@contextmanager
-def _calls_noted() -> Iterator[list[str]]:
-    """Note every call while the body runs that ``_REMEDIES`` names."""
-    noted: list[str] = []
-
-    def noting(owner: Any, attribute: str, name: str) -> AbstractContextManager[None]:
-        original = getattr(owner, attribute)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if _called_by_user():
-                noted.append(name)
-            return original(*args, **kwargs)
-
-        return replaced(owner, attribute, call)
-
-    with ExitStack() as stack:
-        stack.enter_context(_GradFnReads(noted))
-        for name in ("register_hook", "register_post_accumulate_grad_hook"):
-            stack.enter_context(noting(torch.Tensor, name, f"Tensor.{name}"))
-        stack.enter_context(noting(torch.random, "fork_rng", "torch.random.fork_rng"))
-        for module in (torch, torch.random):
-            for name in ("manual_seed", "set_rng_state"):
-                stack.enter_context(noting(module, name, f"torch.{name}"))
-        stack.enter_context(noting(torch.inference_mode, "__enter__", "torch.inference_mode"))
-        yield noted

@@ -86,3 +86,8 @@ __all__ = [
     "SavedTensorModifiedError",
     "VerificationError",
 ]
+
+
+def first_lines(error: Exception, limit: int = 600) -> str:
+    """Return the beginning of an error's message on one line; its type's name if it has none."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__

@@ -16,7 +16,8 @@ import torch
 
 from fxmem.batch import batch_dims, largest_batch, resized
 from fxmem.budget import parse_bytes
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.cuda import Allocation, AllocatorPeaks
 from fxmem.errors import InputError
 from fxmem.fake import FakeWorld

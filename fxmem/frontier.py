@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.errors import InputError
 from fxmem.measure import may_measure
 from fxmem.pipeline import Settings, frontier_of, profile_model

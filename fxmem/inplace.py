@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxmem.capture import Captured, with_unused_state
+from fxmem.captured import Captured, with_unused_state
 from fxmem.clipped import hardtanh_, relu6_
 from fxmem.profile import Profiled
 from fxmem.regions import Scoped, op_of

@@ -34,7 +34,7 @@ MOST_RUNS = 5
 """Of which the median is taken, after a first one."""
 MOST_SECONDS = 2.0
 """Of measuring in all."""
-LONG_SECONDS = 0.02
+LONG_SECONDS = 0.01
 """An op that takes longer is run once more only; shorter ones the oftener, the shorter they are."""
 MOST_SHARE = 0.5
 """Of the free memory that one op's tensors may take."""

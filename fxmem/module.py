@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxmem.batch import largest_batch, resized, varying_dims
 from fxmem.budget import parse_bytes, parse_gigabytes
-from fxmem.capture import Captured, Dims, Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Captured, Dims, Inputs
 from fxmem.errors import BudgetError, CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
 from fxmem.measure import may_measure
 from fxmem.parts import capture_or_advise

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fxmem.capture import Captured, Inputs, source_of
+from fxmem.captured import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld, ScalarReads
 from fxmem.regions import op_of

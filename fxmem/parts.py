@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fxmem.capture import Captured, Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Captured, Inputs
 from fxmem.errors import CaptureError, FxMemError
 from fxmem.fake import FakeWorld, ScalarReads
 from fxmem.replay import Autocast

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fxmem.capture import Captured, Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Captured, Inputs
 from fxmem.check import check_plan
 from fxmem.cuda import Allocation
 from fxmem.errors import InfeasibleBudgetError

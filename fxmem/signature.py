@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fxmem.capture import Inputs
+from fxmem.captured import Inputs
 
 CONSTANTS = frozenset({bool, int, float, str, type(None)})
 CONTAINERS = frozenset({dict, OrderedDict, list, tuple})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxmem.capture import Captured, Inputs
+from fxmem.captured import Captured, Inputs
 from fxmem.cuda import Allocation, AllocatorPeaks, allocator_peaks, cublas_workspace_bytes
 from fxmem.errors import VerificationError
 from fxmem.fake import FakeWorld, ScalarReads

@@ -263,7 +263,8 @@ every number below can be checked by hand. (The same numbers stand in `tests/tes
 
 `torch.export` gives a flat graph of ATen ops *before* autograd, so that autograd runs through it as through the model.""",
     """#%
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 
 inputs = Inputs.of((x,), {})
 captured = capture(model, inputs)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from fxmem.capture import Captured, Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Captured, Inputs
 from fxmem.planners import PLANNERS
 from fxmem.profile import Profiled, profile
 from fxmem.replay import Autocast

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import fxmem
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.cuda import Allocation, CachingAllocator, allocator_peaks, cublas_workspace_bytes, rounded, segment_bytes
 from fxmem.pipeline import Settings, emit_within_budget, frontier_of, profile_model
 from fxmem.step import TrainingStep, run_step

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import fxmem
 from fxmem.batch import largest_batch
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.profile import Profiled, profile
 from fxmem.replay import Autocast

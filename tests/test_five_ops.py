@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.profile import Profiled, profile
 from fxmem.simulate import keep_all, simulate
 from fxmem.timing import PRESETS

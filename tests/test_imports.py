@@ -29,14 +29,17 @@ ORDER = (
     "step",
     "runtime",
     "structures",
+    "captured",
     "opaque",
     "frozen",
     "clipped",
+    "faithful",
     "capture",
     "signature",
     "parts",
     "batch",
     "observe",
+    "ticks",
     "profile",
     "timing",
     "measure",
@@ -66,9 +69,23 @@ ONLY = {
     "step": {"types", "errors", "fake", "replay"},
     "values": {"types", "errors"},
     "structures": {"errors"},
-    "capture": {"types", "errors", "effects", "fake", "values", "regions", "replay", "structures", "opaque", "frozen"},
-    "observe": {"types", "errors", "track", "fake", "regions", "replay", "step", "capture"},
-    "profile": {"types", "errors", "track", "fake", "regions", "replay", "step", "capture", "observe"},
+    "captured": {"types", "values", "replay", "structures"},
+    "faithful": {"errors", "effects", "fake", "values", "structures", "captured", "opaque"},
+    "capture": {
+        "errors",
+        "fake",
+        "values",
+        "regions",
+        "replay",
+        "structures",
+        "captured",
+        "opaque",
+        "frozen",
+        "faithful",
+    },
+    "observe": {"types", "errors", "track", "fake", "regions", "replay", "step", "captured"},
+    "ticks": {"types", "errors", "observe"},
+    "profile": {"types", "errors", "track", "fake", "regions", "replay", "step", "captured", "observe", "ticks"},
 }
 
 # A planner works on plain integers and floats, and so does the judge of its plans.
@@ -276,7 +293,7 @@ def test_relative_imports_in_a_subpackage_are_resolved(tmp_path: Path) -> None:
 
 def test_an_import_that_the_order_allows_but_only_forbids_is_found(tmp_path: Path) -> None:
     package = _write_package(tmp_path, {"profile.py": "import pkg.runtime", "runtime.py": ""})
-    only = "capture, errors, fake, observe, regions, replay, step, track, types"
+    only = ", ".join(sorted(ONLY["profile"]))
     message = f"profile.py:1 imports pkg.runtime, but profile imports only {only}"
     assert order_violations(package) == [message]
 

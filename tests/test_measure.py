@@ -8,7 +8,8 @@ from torch import nn
 
 import fxmem
 from fxmem import measure, pipeline
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.measure import with_measured_times
 from fxmem.profile import Profiled, profile
 from fxmem.replay import NodeReplay

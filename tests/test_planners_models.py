@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.check import check_plan
 from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.planners.gap import with_bounds

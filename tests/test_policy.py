@@ -11,7 +11,8 @@ from torch import nn
 
 import fxmem
 from fxmem import cache
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from fxmem.check import check_plan
 from fxmem.planners import PLANNERS, stored
 from fxmem.policy import check_policy, constrain, enforce, op_name

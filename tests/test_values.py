@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.capture import Inputs, capture
+from fxmem.capture import capture
+from fxmem.captured import Inputs
 from tests import zoo
 from tests.exactness import check, differences, run
 

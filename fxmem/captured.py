@@ -1,0 +1,104 @@
+"""The nouns of a capture: a call's arguments, and the graph that stands for the model called with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.grad_mode import _force_original_view_tracking
+from torch.fx.graph_module import _assign_attr
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from fxmem.replay import Autocast
+from fxmem.structures import flattened
+from fxmem.types import Source
+from fxmem.values import Read, all_hold
+
+Dims = frozenset[tuple[int, int]]
+"""Dimensions of input leaves, as (leaf, dimension)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A call's arguments, flattened: ``leaves`` in the order of ``spec``; keyword arguments sorted by name."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        """Return the flattened form of a call ``f(*args, **kwargs)``."""
+        leaves, spec = flattened((args, dict(sorted(kwargs.items()))))
+        return Inputs(tuple(leaves), spec)
+
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs)."""
+        args, kwargs = tree_unflatten(list(self.leaves), self.spec)
+        return tuple(args), kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured model: ``graph_module`` takes the leaves of ``Inputs`` and returns a tuple of output leaves."""
+
+    graph_module: fx.GraphModule
+    out_spec: TreeSpec
+    autocast: Autocast | None
+    dynamic: Dims = frozenset()
+    """Dimensions of input leaves that may have another size."""
+    parameters: tuple[torch.Tensor, ...] = ()
+    """The model's parameters in its own order, in which an optimizer steps them."""
+    autocast_device: str | None = None
+    """Device type of the autocast regions inside the model, if there are any."""
+    reads: tuple[Read, ...] = ()
+    """What the model read of its inputs' values; the graph is that of calls that read the same."""
+
+    def call(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> Any:
+        """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it.
+
+        After an in-place write, autograd differentiates the views of the written tensor anew: by ``as_strided``, or, as it
+        always does on fakes, by the views' own ops. Asking for the latter makes the same tensors as were profiled.
+        """
+        with self.scope(), _force_original_view_tracking(True):
+            return self.unflatten(graph_module(*leaves))
+
+    def serves(self, inputs: Inputs) -> bool:
+        """True if the model goes this graph's way where it looks at values of ``inputs``."""
+        return all_hold(self.reads, inputs.leaves)
+
+    def unflatten(self, leaves: Any) -> Any:
+        """Return the model's own output structure around ``leaves``."""
+        return tree_unflatten(list(leaves), self.out_spec)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return the context of a whole forward: with autocast regions inside, one cast of a weight serves them all."""
+        device_type = self.autocast_device
+        if device_type is None:
+            return nullcontext()
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return torch.autocast(device_type, dtype, enabled)
+
+
+def with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> fx.GraphModule:
+    """Give ``graph_module`` those parameters and buffers of ``model`` that its graph does not read: they take memory."""
+    known = {id(t) for t in (*graph_module.parameters(), *graph_module.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in known:
+            _assign_attr(tensor, graph_module, name)
+    return graph_module
+
+
+def source_of(node: fx.Node) -> Source:
+    """Return the module path and the user's source line of ``node``."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((path for path, _ in reversed(list(stack.values()))), "")
+    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
+    user = [frame for frame in frames if "torch/nn/" not in frame] or frames
+    if not user:
+        return Source(str(path))
+    file, _, rest = user[-1].removeprefix('File "').partition('", line ')
+    return Source(str(path), f"{file.rsplit('/', 1)[-1]}:{rest.partition(',')[0]}")
