@@ -346,9 +346,8 @@ def summary(verdicts: list[Verdict], rows: list[Row], names: Sequence[str]) -> I
             least = min(eager_peers, key=lambda r: r.peak_bytes or 0)
             yield f"{name}: lowest peak {_mb(min(floors))} MB, the best eager peer's {_mb(least.peak_bytes)} ({least.way})"
     planned = [r for r in rows if r.kind == "fxmem" and r.peak_bytes is not None]
-    exact = sum(r.peak_bytes == r.predicted_peak_bytes for r in planned)
-    bitwise = sum(r.gradients == "bitwise" and r.buffers == "equal" for r in planned)
-    yield f"of {len(planned)} rows of fxmem: peak as predicted to the byte {exact}, gradients and buffers bitwise {bitwise}"
+    exact = sum(row.exact for row in planned)
+    yield f"of {len(planned)} rows of fxmem, eager's gradients and buffers bitwise and the predicted peak to the byte: {exact}"
 
 
 def _first(rows: list[Row], read: Callable[[Row], float | None]) -> float | None:

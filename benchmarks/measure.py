@@ -78,6 +78,12 @@ class Row:
     """``equal``, or the first buffer that differs."""
     commit: str | None = None
 
+    @property
+    def exact(self) -> bool:
+        """Whether gradients and buffers are eager's bits and the peak is the predicted one."""
+        same_bits = self.gradients == "bitwise" and self.buffers == "equal"
+        return same_bits and self.peak_bytes == self.predicted_peak_bytes
+
 
 def measure(model_name: str, scale: str, ways: Sequence[Way], seconds: float, device: str = "cpu") -> Iterator[Row]:
     """Yield the row of each of ``ways`` on ``model_name``; at most about ``seconds`` each are spent on timed pairs."""

@@ -56,9 +56,7 @@ def compare() -> str:
         )
     ratios = [v.ratio for v in verdicts if v.ratio is not None]
     ours = [row for row in rows if row.kind == "fxmem" and row.peak_bytes]
-    exact = sum(
-        r.gradients == "bitwise" and r.buffers == "equal" and r.peak_bytes == r.predicted_peak_bytes for r in ours
-    )
+    exact = sum(row.exact for row in ours)
     lost = sum(v.lost for v in verdicts)
     return "\n".join(
         (

@@ -13,6 +13,7 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx.graph_module import _assign_attr
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from fxmem.errors import InputError
 from fxmem.replay import Autocast
 from fxmem.structures import flattened
 from fxmem.types import Source
@@ -34,6 +35,25 @@ class Inputs:
         """Return the flattened form of a call ``f(*args, **kwargs)``."""
         leaves, spec = flattened((args, dict(sorted(kwargs.items()))))
         return Inputs(tuple(leaves), spec)
+
+    @staticmethod
+    def of_example(example_args: Any, example_kwargs: dict[str, Any] | None) -> Inputs:
+        """Return the inputs that a user gives as an example: a tensor, or a tuple or list of arguments.
+
+        Errors: ``InputError`` if there is no tensor among them.
+        """
+        args = tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
+        inputs = Inputs.of(() if example_args is None else args, example_kwargs or {})
+        if not inputs.tensors:
+            raise InputError(
+                "the example holds no tensor; pass one call's arguments as example_args and example_kwargs"
+            )
+        return inputs
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs)."""

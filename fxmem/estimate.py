@@ -148,16 +148,12 @@ def estimate(
     step = check_step(TrainingStep(loss_fn, optimizer, bool(accumulate), scaler))
     if not model.training:
         raise InputError("the model is in eval mode; call model.train() first: an estimate is of a training step")
-    args = tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
-    inputs = Inputs.of(() if example_args is None else args, example_kwargs or {})
-    tensors = [leaf for leaf in inputs.leaves if isinstance(leaf, torch.Tensor)]
-    if not tensors:
-        raise InputError("the example holds no tensor; pass one call's arguments as example_args and example_kwargs")
+    inputs = Inputs.of_example(example_args, example_kwargs)
     on_cuda = torch.device("cpu" if device is None else device).type == "cuda"
     world = FakeWorld(inputs.leaves, "cpu" if device is None or (on_cuda and not torch.cuda.is_available()) else device)
-    if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tensors)):
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
         inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
-    device_type = next(leaf.device.type for leaf in inputs.leaves if isinstance(leaf, torch.Tensor))
+    device_type = inputs.tensors[0].device.type
     region = None if autocast is None else Autocast(device_type, autocast)
     on_cuda |= device_type == "cuda"
     events: list[Allocation] = []

@@ -74,10 +74,7 @@ def frontier(
     for what, name, known in (("planner", planner, PLANNERS), ("cost", cost, COSTS)):
         if name not in known:
             raise InputError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
-    args = tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
-    inputs = Inputs.of(() if example_args is None else args, example_kwargs or {})
-    if not any(isinstance(leaf, torch.Tensor) for leaf in inputs.leaves):
-        raise InputError("the example holds no tensor; pass one call's arguments as example_args and example_kwargs")
+    inputs = Inputs.of_example(example_args, example_kwargs)
     settings = Settings(
         budget_bytes=None,
         step=check_step(TrainingStep(loss_fn, optimizer, bool(accumulate), scaler)),

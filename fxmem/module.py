@@ -97,10 +97,11 @@ def optimize(
     )
     optimized = OptimizedModule(model, settings)
     if example_args is not None or example_kwargs is not None:
-        args = _as_args(example_args)
-        _check_example(model, args, example_kwargs or {})
+        inputs = Inputs.of_example(example_args, example_kwargs)
+        if not model.training:
+            raise InputError("the model is in eval mode; call model.train() first: a plan is for training")
         region = None if autocast is None else Autocast(_device_type(model), autocast)
-        optimized.compile_for(Inputs.of(args, example_kwargs or {}), region)
+        optimized.compile_for(inputs, region)
     return optimized
 
 
@@ -388,17 +389,3 @@ def _check_trainable(model: torch.nn.Module) -> None:
             f"none of the {len(parameters)} parameters of {type(model).__name__} requires grad: there is no backward "
             "to plan for; call requires_grad_() on those to train"
         )
-
-
-def _as_args(example_args: Any) -> tuple[Any, ...]:
-    if example_args is None:
-        return ()
-    return tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
-
-
-def _check_example(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    leaves = Inputs.of(args, kwargs).leaves
-    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        raise InputError("the example holds no tensor; pass one call's arguments as example_args and example_kwargs")
-    if not model.training:
-        raise InputError("the model is in eval mode; call model.train() first: a plan is for training")

@@ -6,6 +6,7 @@ In: a callable of fake leaves, the modules whose state it uses, loss and optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,16 +38,8 @@ def verify(
     ``VerificationError`` if it cannot run; a differing peak is returned, not raised.
     """
     try:
-        peak_bytes = fake_peak_bytes(
-            lambda leaves: captured.call(emitted, leaves),
-            emitted,
-            captured.graph_module,
-            captured,
-            inputs,
-            step,
-            listener,
-            gradients,
-        )
+        subject = _Subject(lambda leaves: captured.call(emitted, leaves), emitted, captured.graph_module)
+        peak_bytes = _peak_bytes(subject, captured, inputs, step, listener, gradients)
     except Exception as error:
         raise VerificationError(f"the emitted module does not run on fake tensors: {error}") from error
     return Verification(timeline.peak_bytes, peak_bytes)
@@ -71,41 +64,44 @@ def eager_peak_bytes(
         with seeing_values(inputs.leaves, leaves):
             return model(*args, **kwargs)
 
-    return fake_peak_bytes(forward, model, model, captured, inputs, step, listener, gradients)
+    return _peak_bytes(_Subject(forward, model, model), captured, inputs, step, listener, gradients)
 
 
-def fake_peak_bytes(
-    forward: Callable[[list[Any]], Any],
-    module: torch.nn.Module,
-    owner: torch.nn.Module,
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What runs: ``forward(fake leaves)``, whose state lies in ``module``. All parameters and buffers of ``owner`` count,
+    whether ``forward`` uses them or not."""
+
+    forward: Callable[[list[Any]], Any]
+    module: torch.nn.Module
+    owner: torch.nn.Module
+
+
+def _peak_bytes(
+    subject: _Subject,
     captured: Captured,
     inputs: Inputs,
     step: TrainingStep,
-    listener: Listener | None = None,
-    gradients: Gradients | None = None,
+    listener: Listener | None,
+    gradients: Gradients | None,
 ) -> int:
-    """Return the tracked peak of a training step of ``forward(fake leaves)``, whose state lies in ``module``.
+    """Return the tracked peak of a training step.
 
-    All parameters and buffers of ``owner`` count, whether ``forward`` uses them or not. Where the backward leaves
-    other ``gradients`` than those given, the step is run again after a micro-batch that tells.
+    Where the backward leaves other ``gradients`` than those given, the step is run again after a micro-batch that tells.
     """
     if gradients is not None:
         events: list[Allocation] = []
-        peak_bytes, left = _fake_step(
-            forward, module, owner, captured, inputs, step, lambda *event: events.append(event), gradients
-        )
+        peak_bytes, left = _fake_step(subject, captured, inputs, step, lambda *event: events.append(event), gradients)
         if left == gradients:
             if listener is not None:
                 for event in events:
                     listener(*event)
             return peak_bytes
-    return _fake_step(forward, module, owner, captured, inputs, step, listener, None)[0]
+    return _fake_step(subject, captured, inputs, step, listener, None)[0]
 
 
 def _fake_step(
-    forward: Callable[[list[Any]], Any],
-    module: torch.nn.Module,
-    owner: torch.nn.Module,
+    subject: _Subject,
     captured: Captured,
     inputs: Inputs,
     step: TrainingStep,
@@ -120,13 +116,13 @@ def _fake_step(
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
     tracker = StorageTracker(listener)
     parameters = [world.fake(p) for p in captured.parameters]
-    state = [world.fake(t) for t in (*owner.parameters(), *owner.buffers())]
+    state = [world.fake(t) for t in (*subject.owner.parameters(), *subject.owner.buffers())]
     left: Gradients | None = None
 
     def micro_batch() -> None:
         other = FakeWorld(leaves).fake_all(leaves)
-        with world.state_of(module):
-            run_step(lambda: forward(other), step.loss_fn, autocast=captured.autocast)
+        with world.state_of(subject.module):
+            run_step(lambda: subject.forward(other), step.loss_fn, autocast=captured.autocast)
 
     def on_phase(phase: Phase) -> None:
         nonlocal left
@@ -139,8 +135,8 @@ def _fake_step(
         tracker.hold(tensors_of(state))
         tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
         tracker.hold(tensors_of((optimizer, scaler)))
-        with world.state_of(module), tracker, ScalarReads():
-            run_step(lambda: forward(leaves), step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
+        with world.state_of(subject.module), tracker, ScalarReads():
+            run_step(lambda: subject.forward(leaves), step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
     return tracker.peak_bytes, left
 
 

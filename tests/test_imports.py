@@ -69,7 +69,7 @@ ONLY = {
     "step": {"types", "errors", "fake", "replay"},
     "values": {"types", "errors"},
     "structures": {"errors"},
-    "captured": {"types", "values", "replay", "structures"},
+    "captured": {"types", "errors", "values", "replay", "structures"},
     "faithful": {"errors", "effects", "fake", "values", "structures", "captured", "opaque"},
     "capture": {
         "errors",
