@@ -347,7 +347,7 @@ def summary(verdicts: list[Verdict], rows: list[Row], names: Sequence[str]) -> I
             yield f"{name}: lowest peak {_mb(min(floors))} MB, the best eager peer's {_mb(least.peak_bytes)} ({least.way})"
     planned = [r for r in rows if r.kind == "fxmem" and r.peak_bytes is not None]
     exact = sum(row.exact for row in planned)
-    yield f"of {len(planned)} rows of fxmem, bitwise in gradients and buffers and at the predicted peak to the byte: {exact}"
+    yield f"of {len(planned)} rows of fxmem, gradients and buffers bitwise and the peak as predicted to the byte: {exact}"
 
 
 def _first(rows: list[Row], read: Callable[[Row], float | None]) -> float | None:
