@@ -19,7 +19,7 @@ from fxmem.fake import FakeWorld
 from fxmem.observe import NodeObservation, Observation, observe
 from fxmem.regions import op_of, op_text
 from fxmem.replay import NodeReplay, Replay, SavedInRerun, View, autocast_as_in_forward
-from fxmem.step import BARE, Gradients, TrainingStep
+from fxmem.step import BARE, Gradients, TrainingStep, usual_gradients
 from fxmem.ticks import managed_storages, ticks_of
 from fxmem.track import StorageTracker
 from fxmem.types import GraphProfile, InplaceDecision, NodeProfile, Recipe, Storage
@@ -72,9 +72,27 @@ def profile(
     ``timer`` gives seconds for (FLOPs, bytes moved). ``gradients``: what the backward leaves on parameters, if it is
     known from another graph of the same model. Errors: ``ProfileError``.
     """
-    world = FakeWorld(inputs.leaves)
-    observation = observe(captured, inputs, world, step, gradients)
+    observation, world = _observed(captured, inputs, step, gradients)
     return _Builder(captured, observation, timer, world).build()
+
+
+def _observed(
+    captured: Captured, inputs: Inputs, step: TrainingStep, gradients: Gradients | None
+) -> tuple[Observation, FakeWorld]:
+    """Run the step. Where ``gradients`` are not known, the usual ones are supposed, which spares a micro-batch if they
+    are what the backward leaves; else the step is run again."""
+    world = FakeWorld(inputs.leaves)
+    if gradients is None and step.optimizer is not None and not step.accumulate:
+        supposed = usual_gradients([world.fake(p) for p in captured.parameters])
+        try:
+            observation = observe(captured, inputs, world, step, supposed)
+            if observation.left == supposed:
+                return observation, world
+            gradients = observation.left
+        except Exception:  # an optimizer may not take such gradients; whatever else is wrong shows below
+            gradients = None
+        world = FakeWorld(inputs.leaves)
+    return observe(captured, inputs, world, step, gradients), world
 
 
 class _Builder:

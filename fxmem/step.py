@@ -84,6 +84,11 @@ def gradients_of(parameters: Sequence[torch.Tensor]) -> Gradients | None:
     return tuple(None if g is None else GradientLike(g.shape, g.stride(), g.dtype, g.device) for g in gradients)
 
 
+def usual_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
+    """Return what most models' backward leaves: on each parameter that requires grad a gradient like itself."""
+    return tuple(GradientLike(p.shape, p.stride(), p.dtype, p.device) if p.requires_grad else None for p in parameters)
+
+
 def _give_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> None:
     """Leave on ``parameters`` what a backward left that :func:`gradients_of` looked at."""
     for parameter, gradient in zip(parameters, gradients, strict=True):

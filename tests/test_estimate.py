@@ -12,6 +12,7 @@ import fxmem
 from fxmem.batch import largest_batch
 from fxmem.capture import capture
 from fxmem.captured import Inputs
+from fxmem.observe import observe
 from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.profile import Profiled, profile
 from fxmem.replay import Autocast
@@ -543,6 +544,41 @@ def test_gradients_wrongly_known_are_found_out_and_change_no_peak(accumulate: bo
 
     assert seen(right) == seen(None)
     assert seen((None, *right[1:])) == seen(None)
+
+
+class Partly(nn.Module):
+    """Reaches one of two layers, whose gradient is sparse if asked for."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.used = nn.EmbeddingBag(10, 8, sparse=True, mode="sum") if kind == "sparse" else nn.Linear(8, 8)
+        self.unused = nn.Linear(8, 8).requires_grad_(kind == "unused")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x).tanh()
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "num_steps"), [("usual", "adamw", 1), ("unused", "adamw", 2), ("sparse", "sparseadam", 2)]
+)
+def test_usual_gradients_are_supposed_and_the_step_observed_again_where_they_are_not_what_is_left(
+    kind: str, optimizer: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Partly(kind)
+    inputs = Inputs.of((torch.randint(10, (4, 2)) if kind == "sparse" else torch.randn(4, 8),), {})
+    captured, step = capture(model, inputs), TrainingStep(None, optimizer)
+    observed = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        observed.append(args)
+        return observe(*args, **kwargs)
+
+    monkeypatch.setattr(fxmem.profile, "observe", counted)
+    found = profile(captured, inputs, lambda flops, moved: 1.0, step)
+    assert len(observed) == num_steps
+    monkeypatch.setattr(fxmem.profile, "usual_gradients", lambda parameters: None)
+    assert profile(captured, inputs, lambda flops, moved: 1.0, step).profile == found.profile
 
 
 def test_a_constant_of_the_emitted_graph_is_counted_by_whoever_tracks_the_module() -> None:
