@@ -18,8 +18,8 @@ from fxmem.simulate import NO_RECIPE, Tables, tables_of
 from fxmem.types import KEEP, FrontierPoint, GraphProfile, Plan
 
 _Move = tuple[float, int, int]  # rank, storage, new limit
-MOVES_AT_ONCE = 6
-"""Moves tried from a point before the next one has its turn."""
+FEWEST_MOVES, MOST_MOVES = 1, 12
+"""Moves tried from a point before the next one has its turn: the more, the more it recomputes."""
 
 
 def improve(
@@ -28,7 +28,7 @@ def improve(
     """Return the Pareto set of ``points`` and of what at most ``num_trials`` simulated moves from them find."""
     front = pareto(points)
     search = _Search(tables_of(profile))
-    for point in evenly(front, max(MOVES_AT_ONCE, num_trials)):
+    for point in evenly(front, max(MOST_MOVES, num_trials)):
         search.join(point.peak_bytes, point.recompute_seconds, point.plan.limits)
     search.walk(num_trials, clock)
     found = (FrontierPoint(Plan("search", limits), peak, cost) for peak, cost, limits in search.front.rows)
@@ -57,9 +57,6 @@ class _Search:
         self.moves: dict[Limits, Iterator[Limits]] = {}
         self.seen: set[Limits] = set()
 
-    def survivors(self) -> list[Limits]:
-        return [limits for _, _, limits in self.front.rows]
-
     def join(self, peak_bytes: int, seconds: float, limits: Limits, peak_tick: int | None = None) -> bool:
         """Take a judged plan into the front if no other beats it, and those out that it beats."""
         self.seen.add(limits)
@@ -82,13 +79,14 @@ class _Search:
         """Let the points of the front take turns until trials, time or moves are used up."""
         first = len(self.seen)
         while self.moves:
-            for limits in self.survivors():
-                if limits not in self.moves or self._turn(limits):
-                    continue
-                self.moves[limits] = iter(())
+            most_seconds = self.front.rows[0][1] or 1.0
+            for _, seconds, limits in self.front.rows.copy():
+                num_moves = FEWEST_MOVES + round((MOST_MOVES - FEWEST_MOVES) * seconds / most_seconds)
+                if limits in self.moves and not self._turn(limits, num_moves):
+                    self.moves[limits] = iter(())
             if len(self.seen) - first >= num_trials or clock.over:
                 return
-            if all(not self._has_moves(limits) for limits in self.survivors()):
+            if not any(self._has_moves(limits) for _, _, limits in self.front.rows):
                 return
 
     def _has_moves(self, limits: Limits) -> bool:
@@ -98,10 +96,10 @@ class _Search:
             self.moves[limits] = chain((following,), self.moves[limits])
         return following is not None
 
-    def _turn(self, limits: Limits) -> bool:
+    def _turn(self, limits: Limits, num_moves: int) -> bool:
         """Try some moves from a point; false if it had none left."""
         moves = self.moves[limits]
-        for _ in range(MOVES_AT_ONCE):
+        for _ in range(num_moves):
             following = next(moves, None)
             if following is None:
                 return False
