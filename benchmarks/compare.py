@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, print the tables, return the exit status."""
     options = _options(argv)
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", KINETO_LOG_LEVEL="9")
-    rows = [r for r in load_rows(options.path) if options.again is None or not r.way.startswith(options.again)]
+    rows = [row for row in load_rows(options.path) if not _to_be_redone(row, options)]
     progress = Progress(_expected_count(options))
     for row in (row for name in options.names for row in missing_rows(name, list(rows), options, progress)):
         rows.append(row)
@@ -67,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
     print("\n".join(report(rows, options.names)))
     return 0
+
+
+def _to_be_redone(row: Row, options: Options) -> bool:
+    return options.again is not None and row.model in options.names and row.way.startswith(options.again)
 
 
 def _options(argv: Sequence[str] | None) -> Options:

@@ -67,6 +67,22 @@ def test_rows_survive_the_file_and_are_not_measured_twice(tmp_path: Path) -> Non
     assert load_rows(tmp_path / "none.json") == []
 
 
+def test_only_rows_of_the_models_named_are_redone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        Row(model, way, "checkpoint", problem="not run")
+        for model in ("gpt2", "vit")
+        for way in ("fxmem floor", "selective")
+    ]
+    path = tmp_path / "rows.json"
+    save_rows(path, rows, scale="cpu")
+    monkeypatch.setattr(
+        compare, "missing_rows", lambda name, known, *_: iter([Row(name, str(len(known)), "", problem="not run")])
+    )
+    compare.main(["--models", "vit", "--again", "fxmem", "--results", str(path)])
+    left = [(row.model, row.way) for row in load_rows(path)]
+    assert left == [("gpt2", "fxmem floor"), ("gpt2", "selective"), ("vit", "selective"), ("vit", "3")]
+
+
 def test_a_compiled_peer_is_judged_by_its_own_time_without_recompute() -> None:
     rows = [
         Row("m", NO_RECOMPUTE.name, "aot", peak_bytes=100, time_ratio=1.5),
