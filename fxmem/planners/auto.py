@@ -36,9 +36,9 @@ MOST_STEPS, FEWEST_STEPS = 20, 5
 """Steps of the relaxation for one budget; graphs too long for the fewest do without it."""
 RELAXATION_WORK = 5_000
 """Recipes times steps."""
-MOST_EXACT_RECIPES = 24
+MOST_EXACT_RECIPES = 28
 """Up to here the integer program is asked too."""
-FEWEST_EXACT, EXACT_WORK = 2, 64
+FEWEST_EXACT, EXACT_WORK = 4, 64
 """Least number of budgets it is asked about, recipes times budgets, ..."""
 EXACT_BRANCHES = 1
 """... how far it may branch for each, ..."""
