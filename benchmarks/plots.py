@@ -7,7 +7,9 @@ ways on it; predicted against measured peaks; planning time against the size of 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not rows:
         parser.error(f"{given.results} holds no results; run python -m benchmarks first")
     given.images.mkdir(parents=True, exist_ok=True)
-    pictures = {f"peak_time_{name}": peak_time(name, rows) for name in complete_models(rows)}
-    pictures |= {"prediction": prediction(rows), "planning": planning(rows)}
-    for name, figure in pictures.items():
+    pictures = {f"peak_time_{name}": partial(peak_time, name, rows) for name in complete_models(rows)}
+    pictures |= {"prediction": partial(prediction, rows), "planning": partial(planning)}
+    for name, draw in pictures.items():
+        figure = draw()
         path = given.images / f"{name}.png"
         figure.savefig(path, dpi=110)
         plt.close(figure)
@@ -150,20 +153,23 @@ def prediction(rows: list[Row]) -> Any:
     return figure
 
 
-def planning(rows: list[Row]) -> Any:
-    """Return a figure of planning seconds over nodes of the graph, one point a model."""
-    ours = [row for row in rows if row.way == "fxmem, no budget" and row.num_nodes and row.prepare_seconds]
-    figure, axes = _axes(6.0, 4.0)
-    for row in ours:
-        axes.plot(row.num_nodes, row.prepare_seconds, "o", color=OURS)
-        axes.annotate(
-            row.model, (row.num_nodes, row.prepare_seconds), xytext=(5, 3), textcoords="offset points", size=8
-        )
-    axes.set_xlabel("nodes of the captured graph")
-    axes.set_ylabel("seconds")
-    axes.set_title("Capture, profile, search for all budgets, emit, verify: CPU, one thread", size=10, loc="left")
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0.12)
+def planning() -> Any:
+    """Return a figure of the CPU seconds that planning for all budgets takes, over the length of the graph."""
+    body = json.loads((RESULTS / "planner_scaling.json").read_text(encoding="utf-8"))
+    sizes = [row["recipes"] for row in body["rows"]]
+    seconds = [row["cpu_seconds"] for row in body["rows"]]
+    figure, axes = _axes(6.0, 3.6)
+    axes.plot(sizes, seconds, "o-", color=OURS)
+    for size, value in zip(sizes, seconds, strict=True):
+        axes.annotate(f"{value:.1f} s", (size, value), xytext=(-4, 7), textcoords="offset points", size=8, ha="right")
+    axes.set(xscale="log", yscale="log", xlabel="recomputable ops of the graph", ylabel="CPU seconds, one core")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+        axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    axes.set_title(
+        f"Planning for all budgets at once: seconds grow as length^{body['growth_exponent']:.2f}", size=10, loc="left"
+    )
+    axes.margins(0.12)
     return figure
 
 
