@@ -81,11 +81,12 @@ class Row:
     """No plan's peak is lower: parameters, gradients, what backward holds at one time in any case."""
     chen_floor: float
     percents: list[float | None]
-    bounds: list[float]
+    bounds: list[float | None]
     """No plan recomputes for less (the Lagrangian bound, not tight)."""
     near_percents: list[float | None]
     percents_at_design_peaks: list[float | None]
     """None: the design's peak lies below our floor."""
+    bounds_at_design_peaks: list[float | None]
     design_floor: float
     design_sqrt_floor: float
     design_percents: list[float]
@@ -191,13 +192,15 @@ def row_of(entry: Entry) -> Row:
         point = cheapest_within(points, round(peak_bytes))
         return None if point is None else point.recompute_seconds / unit
 
-    def bound(peak_bytes: int) -> float:
+    def bound(peak_bytes: int) -> float | None:
         cost = percent(peak_bytes)
-        assert cost is not None
+        if cost is None:
+            return None
         found = relaxation.bound(peak_bytes, upper_seconds=cost * unit, num_steps=40, clock=Clock(PLAN_SECONDS))
         return found.seconds / unit
 
     own = [round(low + share * (high - low)) for share in SHARES]
+    designs = [round(high * (entry.floor + share * (1 - entry.floor))) for share in SHARES]
     return Row(
         model=entry.name,
         num_recipes=len(profile.recipes),
@@ -208,7 +211,8 @@ def row_of(entry: Entry) -> Row:
         percents=[percent(peak) for peak in own],
         bounds=[bound(peak) for peak in own],
         near_percents=[percent(low + share * (high - low)) for share in NEAR],
-        percents_at_design_peaks=[percent(high * (entry.floor + s * (1 - entry.floor))) for s in SHARES],
+        percents_at_design_peaks=[percent(peak) for peak in designs],
+        bounds_at_design_peaks=[bound(peak) for peak in designs],
         design_floor=entry.floor,
         design_sqrt_floor=entry.sqrt_floor,
         design_percents=list(entry.percents),
@@ -226,6 +230,7 @@ def print_frontiers(rows: list[dict[str, Any]]) -> None:
         costs.append([r["model"], "own peaks", *r["percents"], *r["near_percents"]])
         costs.append(["", "no plan below", *r["bounds"], *blank])
         costs.append(["", "design's peaks", *r["percents_at_design_peaks"], *blank])
+        costs.append(["", "no plan below", *r["bounds_at_design_peaks"], *blank])
         costs.append(["", "design", *r["design_percents"], *blank])
     shares = [f"{share:.0%}" for share in (*SHARES, *NEAR)]
     print(tabulate(costs, headers=["percent of the step at", "", *shares], floatfmt=".2f", missingval="below floor"))
