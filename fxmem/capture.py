@@ -11,6 +11,7 @@ become opaque nodes (:mod:`fxmem.opaque`), and what was captured is checked (:mo
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 import traceback
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.export._trace
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
 from fxmem.captured import Captured, Dims, Inputs, source_of, with_unused_state
@@ -27,7 +30,7 @@ from fxmem.errors import CaptureError, InputError, first_lines
 from fxmem.faithful import check_faithful
 from fxmem.fake import attributes_restored, check_device, no_value_checks
 from fxmem.frozen import with_frozen_norms
-from fxmem.opaque import Opaque, kept_whole, opaque_call
+from fxmem.opaque import Opaque, kept_whole, opaque_call, replaced
 from fxmem.regions import Region, Scoped, op_of
 from fxmem.replay import Autocast
 from fxmem.structures import outputs_looked_into
@@ -62,9 +65,7 @@ def capture(
         raise
     except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} could not be captured by torch.export{_raised_in(error, model)}: "
-            f"{first_lines(error)}. If its control flow depends on the values in tensors, move that part out of the model "
-            "or optimize the parts around it."
+            f"{type(model).__name__} could not be captured by torch.export{_raised_in(error, model)}: {_cause(error)}"
         ) from error
     assert module._out_spec is not None
     graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
@@ -89,7 +90,7 @@ def _exported(
     def export(values: KnownValues | None) -> tuple[fx.GraphModule, tuple[Read, ...]]:
         region = autocast.enter() if autocast else nullcontext()
         scope = nullcontext() if values is None else _as_if_eager(model, values)
-        with attributes_restored(model), region, no_value_checks(), scope, outputs_looked_into(model):
+        with attributes_restored(model), region, no_value_checks(), scope, outputs_looked_into(model), _quiet():
             exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
         return exported.module(check_guards=False), () if values is None else tuple(values.reads)
 
@@ -243,12 +244,42 @@ def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> A
 def _raised_in(error: BaseException, model: torch.nn.Module) -> str:
     """Return the module of ``model`` whose code raised ``error``, with the source line; empty if none did."""
     names = {id(module): name or "the model" for name, module in model.named_modules()}
-    chain: BaseException | None = error
     place = ""
-    while chain is not None:  # the first error is the last in the chain
-        for frame, line in traceback.walk_tb(chain.__traceback__):
+    for cause in _chain(error):
+        for frame, line in traceback.walk_tb(cause.__traceback__):
             owner = names.get(id(frame.f_locals.get("self")))
             if owner and not str(frame.f_globals.get("__name__")).startswith("torch."):
                 place = f" in {owner} ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{line})"
-        chain = chain.__cause__ or chain.__context__
     return place
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and what led to it; the first error comes last."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _cause(error: Exception) -> str:
+    """Return why torch.export failed, and what to do."""
+    remedy = "move that part out of the model or optimize the parts around it."
+    if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in _chain(error)):
+        return (
+            "its control flow depends on the values in tensors, which only a run can tell. Where it skips a layer by "
+            f"chance (LayerDrop), set that chance to 0; else {remedy}"
+        )
+    return f"{first_lines(error)}. If its control flow depends on the values in tensors, {remedy}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch.export from printing the graph it had when it failed: the error says what there is to say."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with replaced(torch.export._trace, "print", lambda *_, **__: None):
+            yield
+    finally:
+        log.setLevel(level)

@@ -166,12 +166,14 @@ RANKS = {
     "head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
     "state_size": 8, "mamba_d_state": 8,
 }  # fmt: skip
+CHANCES = {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+"""Layers skipped by chance, in Python, make another graph in each step: refused, so not asked for here."""
 SHRINKS: tuple[dict[str, Any], ...] = (
-    WIDTHS | DEPTHS | HEADS | EXPERTS | RANKS,
-    WIDTHS | DEPTHS | HEADS | EXPERTS | RANKS | {"head_dim": 8},
-    WIDTHS | DEPTHS | HEADS | EXPERTS,
-    WIDTHS | DEPTHS | EXPERTS,
-    DEPTHS | EXPERTS | {"vocab_size": 128, "use_cache": False},
+    CHANCES | WIDTHS | DEPTHS | HEADS | EXPERTS | RANKS,
+    CHANCES | WIDTHS | DEPTHS | HEADS | EXPERTS | RANKS | {"head_dim": 8},
+    CHANCES | WIDTHS | DEPTHS | HEADS | EXPERTS,
+    CHANCES | WIDTHS | DEPTHS | EXPERTS,
+    CHANCES | DEPTHS | EXPERTS | {"vocab_size": 128, "use_cache": False},
 )
 """Fields of configurations and their values, tried in turn."""
 
@@ -214,7 +216,9 @@ def _transformers_model(task: str, config_name: str, class_name: str) -> Trainab
 def _shrunk(config: Any, fields: dict[str, Any]) -> Any:
     """Return a configuration of the same class with the fields it has made small, those of its parts as well."""
     given = config.to_dict()
-    small: dict[str, Any] = {key: value for key, value in fields.items() if isinstance(given.get(key), int | None)}
+    small: dict[str, Any] = {
+        key: value for key, value in fields.items() if isinstance(given.get(key), int | float | None)
+    }
     small = {key: value for key, value in small.items() if key in given}
     if "num_key_value_heads" in small and given["num_key_value_heads"] == given.get("num_attention_heads"):
         small["num_key_value_heads"] = small["num_attention_heads"]

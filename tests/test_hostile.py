@@ -1002,6 +1002,23 @@ def test_control_flow_on_values_is_refused(body: Body) -> None:
         fxmem.optimize(model_of(body)(), batch())
 
 
+def test_a_layer_skipped_by_chance_is_refused_in_one_message_and_nothing_is_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class LayerDrop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return x if torch.rand([]) < 0.1 else self.second(x)
+
+    with pytest.raises(fxmem.CaptureError, match=r"in the model \(test_hostile.py:\d+\).*LayerDrop.*to 0.*model.first"):
+        fxmem.optimize(LayerDrop(), batch())
+    assert capfd.readouterr() == ("", "")
+
+
 def test_lazy_parameters_are_refused() -> None:
     with pytest.raises(fxmem.InputError, match=r"lazy.*run one forward"):
         fxmem.optimize(nn.Sequential(nn.LazyLinear(3)), batch())
