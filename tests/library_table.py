@@ -226,8 +226,7 @@ def _shrunk(config: Any, fields: dict[str, Any]) -> Any:
     if isinstance(kinds, list):
         small["layer_types"] = (list(dict.fromkeys(kinds)) * 2)[: small.get("num_hidden_layers", len(kinds))]
     for key in given:
-        part = getattr(config, key, None)
-        if key.endswith("_config") and hasattr(part, "to_dict"):
+        if key.endswith("_config") and hasattr(part := getattr(config, key, None), "to_dict"):
             small[key] = _shrunk(part, fields).to_dict()
     return type(config)(**small)
 
