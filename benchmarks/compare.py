@@ -275,7 +275,10 @@ class Verdict:
     """Whether the peer runs in eager PyTorch."""
     peer_bytes: int
     our_bytes: int | None
+    peer_ratio: float
+    """The peer's time over eager's."""
     peer_extra: float
+    """Of a compiled peer, over its own time without recomputation."""
     our_extra: float | None
     our_spread: float
     note: str
@@ -326,6 +329,7 @@ def verdicts_of(rows: list[Row], name: str) -> Iterator[Verdict]:
             eager=peer.kind in EAGER_PEERS,
             peer_bytes=peer.peak_bytes,
             our_bytes=ours.peak_bytes,
+            peer_ratio=peer.time_ratio,
             peer_extra=peer_ratio - 1,
             our_extra=None if ours.time_ratio is None else ours.time_ratio - 1,
             our_spread=spread,
