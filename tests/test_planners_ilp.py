@@ -50,7 +50,7 @@ def test_a_budget_below_the_data_itself_is_infeasible() -> None:
 def test_the_best_schedule_is_a_plan_and_no_plan_is_better(seed: int) -> None:
     profile = random_dag(seed, 7, reach=3)
     for point in brute_force(profile):
-        limits, _ = best_limits(
+        limits = best_limits(
             profile, point.peak_bytes, seconds=20.0, num_branches=10_000, upper_seconds=point.recompute_seconds
         )
         assert limits is not None

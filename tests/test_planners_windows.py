@@ -21,7 +21,7 @@ def test_a_plan_that_is_fixed_whole_is_what_the_program_returns(seed: int) -> No
     profile = random_dag(seed, 10, reach=3)
     limits = random_limits(profile, rng)
     point = judge(profile, "random", limits)
-    found, _ = best_limits(
+    found = best_limits(
         profile,
         point.peak_bytes,
         seconds=20.0,
@@ -39,7 +39,7 @@ def test_what_is_chosen_anew_fits_and_costs_no_more_and_the_rest_stays(seed: int
     limits = random_limits(profile, rng)
     point = judge(profile, "random", limits)
     fixed = {s: limit for s, limit in enumerate(limits) if s % 3}
-    found, _ = best_limits(
+    found = best_limits(
         profile,
         point.peak_bytes,
         seconds=20.0,

@@ -38,18 +38,16 @@ RELAXATION_WORK = 5_000
 """Recipes times steps."""
 MOST_EXACT_RECIPES = 28
 """Up to here the integer program is asked too."""
-MOST_EXACT = 8
-"""Budgets it is asked about, ..."""
-EXACT_BRANCHES = 20
+FEWEST_EXACT, EXACT_WORK = 4, 64
+"""Least number of budgets it is asked about, recipes times budgets, ..."""
+EXACT_BRANCHES = 1
 """... how far it may branch for each, ..."""
 EXACT_SECONDS = 60.0
 """... and for how long, should that take far longer than ever seen."""
 MOST_WINDOWS, WINDOW_WORK = 14, 40_000
 """Windows of larger graphs that it chooses anew; recipes squared times windows."""
-UNLIKE = 0.005
-"""Budgets that differ by so much of the way from the least peak to eager's are worth asking about separately."""
-WORTH = 0.005
-"""A plan that may be farther from the optimum, as a share of the step, is worth asking about."""
+UNLIKE = 0.01
+"""Budgets that differ by so much are worth asking about separately."""
 
 
 def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, ...]:
@@ -120,13 +118,15 @@ def _steps(points: tuple[FrontierPoint, ...]) -> Iterator[tuple[float, int]]:
 
 def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> tuple[FrontierPoint, ...]:
     """Return the points and what the integer program finds where most may be missing, improved by search once more."""
-    relaxation = Relaxation(tables_of(profile))
-    proved: dict[int, float] = {}
-    for _ in range(MOST_EXACT):
-        budget_bytes, cost, gap = _widest_gap(points, relaxation, proved, clock)
-        if gap <= WORTH * profile.step_seconds or clock.over:
+    relaxation, num_recipes = Relaxation(tables_of(profile)), max(1, len(profile.recipes))
+    done: list[int] = []
+    for _ in range(max(FEWEST_EXACT, EXACT_WORK // num_recipes)):
+        asked = _widest_gap(points, relaxation, done, clock)
+        if asked is None or clock.over:
             break
-        limits, proved[budget_bytes] = ilp.best_limits(
+        budget_bytes, cost = asked
+        done.append(budget_bytes)
+        limits = ilp.best_limits(
             profile,
             budget_bytes,
             seconds=min(EXACT_SECONDS, clock.left_seconds),
@@ -135,25 +135,23 @@ def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Cloc
         )
         if limits is not None:
             points = pareto((*points, *judge_all(profile, "ilp", [limits], clock)))
-    return improve(profile, points, num_trials=MOST_TRIALS // 2, clock=clock) if proved else points
+    return improve(profile, points, num_trials=MOST_TRIALS // 2, clock=clock) if done else points
 
 
 def _widest_gap(
-    points: tuple[FrontierPoint, ...], relaxation: Relaxation, proved: dict[int, float], clock: Clock
-) -> tuple[int, float, float]:
-    """Return the budget, unlike those asked about, whose best point may be farthest from the optimum; its seconds; how far.
+    points: tuple[FrontierPoint, ...], relaxation: Relaxation, done: list[int], clock: Clock
+) -> tuple[int, float] | None:
+    """Return the budget, unlike those done, whose best point may be farthest from the optimum, and that point's seconds.
 
-    Budgets worth asking about are the largest for which a point is the best known (just below the next point's peak), and
-    the least peak. ``proved``: seconds that no plan within a budget, or within less, goes below.
+    Budgets asked about are the largest for which a point is the best known (just below the next point's peak), and the
+    least peak.
     """
-    span = points[0].peak_bytes - points[-1].peak_bytes
     budgets = [(higher.peak_bytes - 1, point.recompute_seconds) for higher, point in pairwise(points)]
     budgets.append((points[-1].peak_bytes, points[-1].recompute_seconds))
     gaps = []
     for budget_bytes, cost in budgets:
-        if all(abs(budget_bytes - other) > UNLIKE * span for other in proved):
-            bound = relaxation.bound(budget_bytes, upper_seconds=cost, num_steps=10, clock=clock).seconds
-            least = max((seconds for other, seconds in proved.items() if other >= budget_bytes), default=0.0)
-            gaps.append((cost - max(bound, least), budget_bytes, cost))
+        if all(abs(budget_bytes - other) > UNLIKE * other for other in done):
+            bound = relaxation.bound(budget_bytes, upper_seconds=cost, num_steps=10, clock=clock)
+            gaps.append((cost - bound.seconds, budget_bytes, cost))
     gap, budget_bytes, cost = max(gaps, default=(0.0, 0, 0.0))
-    return budget_bytes, cost, gap
+    return (budget_bytes, cost) if gap > 0.0 else None

@@ -52,16 +52,15 @@ def best_limits(
     num_branches: int,
     upper_seconds: float,
     fixed: Mapping[int, int] = MappingProxyType({}),
-) -> tuple[tuple[int, ...] | None, float]:
-    """Return the retain limits of the best schedule found within ``budget_bytes`` and the bound proved.
+) -> tuple[int, ...] | None:
+    """Return the retain limits of the best schedule found within ``budget_bytes``; None if none was.
 
-    None if no schedule was found. ``fixed``: limits of storages that are not to be chosen; with each the program gets
-    smaller, and the bound is one of plans that keep to them.
+    ``fixed``: limits of storages that are not to be chosen; with each the program gets smaller.
     """
     program = _Program(tables_of(profile), budget_bytes, fixed)
     program.build()
     found = program.milp.solve(seconds, 0.0, upper_seconds, num_branches)
-    return (program.limits(found) if found.values else None), found.bound_seconds
+    return program.limits(found) if found.values else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def rechoose(
             if clock.over:
                 return found
             point = _at(found, budget_bytes)
-            limits, _ = ilp.best_limits(
+            limits = ilp.best_limits(
                 profile,
                 budget_bytes,
                 seconds=min(SECONDS, clock.left_seconds),
