@@ -81,12 +81,11 @@ class Row:
     """No plan's peak is lower: parameters, gradients, what backward holds at one time in any case."""
     chen_floor: float
     percents: list[float | None]
-    bounds: list[float | None]
+    bounds: list[float]
     """No plan recomputes for less (the Lagrangian bound, not tight)."""
     near_percents: list[float | None]
     percents_at_design_peaks: list[float | None]
     """None: the design's peak lies below our floor."""
-    bounds_at_design_peaks: list[float | None]
     design_floor: float
     design_sqrt_floor: float
     design_percents: list[float]
@@ -192,15 +191,13 @@ def row_of(entry: Entry) -> Row:
         point = cheapest_within(points, round(peak_bytes))
         return None if point is None else point.recompute_seconds / unit
 
-    def bound(peak_bytes: int) -> float | None:
+    def bound(peak_bytes: int) -> float:
         cost = percent(peak_bytes)
-        if cost is None:
-            return None
+        assert cost is not None
         found = relaxation.bound(peak_bytes, upper_seconds=cost * unit, num_steps=40, clock=Clock(PLAN_SECONDS))
         return found.seconds / unit
 
     own = [round(low + share * (high - low)) for share in SHARES]
-    designs = [round(high * (entry.floor + share * (1 - entry.floor))) for share in SHARES]
     return Row(
         model=entry.name,
         num_recipes=len(profile.recipes),
@@ -211,8 +208,7 @@ def row_of(entry: Entry) -> Row:
         percents=[percent(peak) for peak in own],
         bounds=[bound(peak) for peak in own],
         near_percents=[percent(low + share * (high - low)) for share in NEAR],
-        percents_at_design_peaks=[percent(peak) for peak in designs],
-        bounds_at_design_peaks=[bound(peak) for peak in designs],
+        percents_at_design_peaks=[percent(high * (entry.floor + s * (1 - entry.floor))) for s in SHARES],
         design_floor=entry.floor,
         design_sqrt_floor=entry.sqrt_floor,
         design_percents=list(entry.percents),
@@ -230,7 +226,6 @@ def print_frontiers(rows: list[dict[str, Any]]) -> None:
         costs.append([r["model"], "own peaks", *r["percents"], *r["near_percents"]])
         costs.append(["", "no plan below", *r["bounds"], *blank])
         costs.append(["", "design's peaks", *r["percents_at_design_peaks"], *blank])
-        costs.append(["", "no plan below", *r["bounds_at_design_peaks"], *blank])
         costs.append(["", "design", *r["design_percents"], *blank])
     shares = [f"{share:.0%}" for share in (*SHARES, *NEAR)]
     print(tabulate(costs, headers=["percent of the step at", "", *shares], floatfmt=".2f", missingval="below floor"))
