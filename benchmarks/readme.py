@@ -43,13 +43,13 @@ def libraries() -> str:
     results = json.loads((RESULTS / "library_table.json").read_text())
     counts = Counter(outcome["verdict"] for outcome in results["outcomes"])
     ran = sum(n for verdict, n in counts.items() if verdict not in ("untrainable", "gave up"))
-    kinds = Counter(outcome["name"].split("/")[0] for outcome in results["outcomes"] if outcome["verdict"] == "passed")
-    names = " and ".join(f"{n} of {name}" for name, n in sorted(kinds.items()))
+    tried = sorted({outcome["name"].split("/")[0] for outcome in results["outcomes"]})
+    names = " and ".join(f"{name} {results[name]}" for name in tried)
     return (
-        f"Of {ran} architectures of transformers {results['transformers']} and timm {results['timm']} that train when "
-        f"made small by their configuration, {counts['passed']} ({names}) have eager's loss, gradients, buffers and random "
-        f"state to the bit and the predicted peak to the byte under two plans each, {counts['refused']} are refused with "
-        f"the cause named, **{counts['wrong']} differ** (`python -m tests.library_table`, {results['date']})."
+        f"Of {ran} architectures of {names} that train when made small by their configuration, {counts['passed']} have "
+        "eager's loss, gradients, buffers and random state to the bit and the predicted peak to the byte under two plans "
+        f"each, {counts['refused']} are refused with the cause named, **{counts['wrong']} differ** "
+        f"(`python -m tests.library_table`, {results['date']})."
     )
 
 
