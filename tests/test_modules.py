@@ -9,7 +9,7 @@ UNTRAINABLE = {"nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d"}
 
 REFUSED = {
     "nn.CTCLoss": "_ctc_loss",
-    "nn.GaussianNLLLoss": "data-dependent",
+    "nn.GaussianNLLLoss": "values in tensors",
 }
 """Modules that cannot be captured, and what the message names."""
 
