@@ -3,25 +3,28 @@
 Prints, for every graph and budget, the recompute time of ``auto``'s plan, the optimum (or the bound proved when HiGHS ran
 out of time) and their difference in points of step time; then the worst and the median, and of budgets it did not close
 the worst difference to the bound. Graphs of at most ``BRUTE_FORCE_RECIPES`` recipes are also tried out completely. Results
-go to ``benchmarks/results/optimality.json`` after every graph; a second run of the same kind and planners goes on where
-the first stopped.
+go to ``benchmarks/results/optimality.json`` after every budget; a second run with the same planners goes on where the
+first stopped, and with more seconds a solve it takes up what HiGHS had not closed, from the roomiest budget down.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import scipy
 import torch
 from tabulate import tabulate
 from torch import nn
 
+import fxmem
 from benchmarks.libraries import import_torchvision
 from benchmarks.results_file import RESULTS, machine
 from fxmem.capture import capture
@@ -37,6 +40,7 @@ from fxmem.types import KEEP, GraphProfile, Plan
 from tests.synthetic import chain, random_dag
 
 PATH = RESULTS / "optimality.json"
+PACKAGE = Path(fxmem.__file__).parent
 BRUTE_FORCE_RECIPES = 8
 FULL_BRUTE_FORCE_RECIPES = 11
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75)
@@ -74,29 +78,42 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     limit = options.limit or (600.0 if options.full else 5.0)
-    facts = machine() | {"scipy": scipy.__version__, "seconds_a_solve": limit}
-    rows = [] if options.only else _known(facts)
+    shares = FULL_SHARES if options.full else SHARES
+    rows = _known()
     for name, make in graphs(full=options.full):
-        if options.only in name and all(row.graph != name for row in rows):
-            rows += list(_measure(name, make(), limit, full=options.full))
-            if not options.only:
-                _save(facts, rows)
-        _print([r for r in rows if r.graph == name])
-    _summary(rows)
+        if options.only not in name:
+            continue
+        todo = [share for share in reversed(shares) if not _settled(rows.get((name, share)), limit)]
+        for row in _measure(name, make(), todo, limit, full=options.full) if todo else ():
+            rows[name, row.share] = row
+            _save(list(rows.values()))
+        _print([rows[name, share] for share in shares])
+    _summary(list(rows.values()))
     return 0
 
 
-def _known(facts: dict[str, object]) -> list[Row]:
-    """Return the rows of an earlier run at this commit and limit."""
+def _settled(row: Row | None, limit: float) -> bool:
+    return row is not None and (row.solved or row.limit_seconds >= limit)
+
+
+def _known() -> dict[tuple[str, float], Row]:
+    """Return the rows, by graph and share, of earlier runs with the same planners."""
     if not PATH.exists():
-        return []
+        return {}
     body = json.loads(PATH.read_text(encoding="utf-8"))
-    same = all(body["machine"].get(key) == facts[key] for key in ("commit", "seconds_a_solve"))
-    return [Row(**row) for row in body["rows"]] if same else []
+    rows = [Row(**row) for row in body["rows"]] if body["planners"] == _planners() else []
+    return {(row.graph, row.share): row for row in rows}
 
 
-def _save(facts: dict[str, object], rows: list[Row]) -> None:
-    body = {"machine": facts, "summary": _figures(rows), "rows": [asdict(row) for row in rows]}
+def _planners() -> str:
+    """Return a digest of what decides about a plan."""
+    sources = [*sorted((PACKAGE / "planners").glob("*.py")), PACKAGE / "simulate.py"]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+
+
+def _save(rows: list[Row]) -> None:
+    facts = machine() | {"scipy": scipy.__version__}
+    body = {"machine": facts, "planners": _planners(), "summary": _figures(rows), "rows": [asdict(row) for row in rows]}
     RESULTS.mkdir(exist_ok=True)
     PATH.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
@@ -174,13 +191,13 @@ def _convs(inputs: int, outputs: int) -> nn.Module:
 # -- measuring and printing ----------------------------------------------------------------------------------------------
 
 
-def _measure(name: str, graph: GraphProfile, limit: float, *, full: bool) -> Iterator[Row]:
+def _measure(name: str, graph: GraphProfile, shares: list[float], limit: float, *, full: bool) -> Iterator[Row]:
     points = PLANNERS["auto"](graph, seconds=60.0)
     low, high = points[-1].peak_bytes, points[0].peak_bytes
     relaxation, percent = Relaxation(tables_of(graph)), 100 / graph.step_seconds
     most = FULL_BRUTE_FORCE_RECIPES if full else BRUTE_FORCE_RECIPES
     everything = _brute_force(graph) if len(graph.recipes) <= most else None
-    for share in FULL_SHARES if full else SHARES:
+    for share in shares:
         budget_bytes = round(low + share * (high - low))
         point = cheapest_within(points, budget_bytes)
         assert point is not None
