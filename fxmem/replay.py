@@ -58,9 +58,11 @@ class View(NamedTuple):
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
         """Return the tensor of this geometry on ``base``'s storage, cut off from autograd."""
-        if base.dtype is self.dtype and not (self.conj or self.neg or base.is_conj() or base.is_neg()):
-            if self.lies_as(base):
-                return base.detach()  # many times cheaper than as_strided
+        plain = base.dtype is self.dtype and not (self.conj or self.neg or base.is_conj() or base.is_neg())
+        if plain and self.lies_as(base):
+            return base.detach()  # cheaper than as_strided
+        base = base.detach() if base.requires_grad else base
+        if plain:
             return torch.as_strided(base, self.size, self.stride, self.offset)
         tensor = torch.as_strided(_elements(base, self.dtype), self.size, self.stride, self.offset)
         tensor = torch._conj(tensor) if self.conj else tensor
@@ -300,7 +302,7 @@ def check_layout(name: str, view: View, tensor: torch.Tensor) -> None:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Return the leaves of ``tree`` as pytree does, quickly where it is made of lists and tuples."""
+    """Return the leaves of ``tree`` as pytree does, quickly where it is made of tuples, lists and dicts."""
     leaves: list[Any] = []
     _append_leaves(tree, leaves)
     return leaves
@@ -308,11 +310,12 @@ def leaves_of(tree: Any) -> list[Any]:
 
 def _append_leaves(tree: Any, leaves: list[Any]) -> None:
     kind = type(tree)
-    if kind is list or kind is tuple:
-        for part in tree:
-            _append_leaves(part, leaves)
-    elif kind in _LEAVES:
-        leaves.append(tree)
+    if kind is tuple or kind is list or kind is dict:
+        for part in tree.values() if kind is dict else tree:
+            if type(part) in _LEAVES:
+                leaves.append(part)
+            else:
+                _append_leaves(part, leaves)
     else:
         leaves += tree_leaves(tree)
 

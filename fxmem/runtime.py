@@ -97,7 +97,7 @@ class Held:
     __slots__ = ("name", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, name: str = "a saved tensor") -> None:
-        self.tensor, self.version, self.name = tensor.detach(), tensor._version, name
+        self.tensor, self.version, self.name = tensor, tensor._version, name
 
     def get(self) -> torch.Tensor:
         """Return the held tensor, after the check autograd would have made."""
@@ -122,6 +122,7 @@ class Slot:
         self.held: Held | None = None
 
     def fill(self, tensor: torch.Tensor) -> None:
+        """Hold ``tensor``, which is cut off from autograd."""
         self.held = Held(tensor, self.tape.table.names[self.storage])
         self.inputs = ()
 
@@ -146,7 +147,7 @@ class Fresh:
 
     def __init__(self, key: int, tensor: torch.Tensor) -> None:
         self.key = key
-        self.settled: Held | Handle = Held(tensor)
+        self.settled: Held | Handle = Held(tensor.detach())  # its own node would own itself
 
 
 def unpack(saved: Held | Handle | Fresh) -> torch.Tensor:
@@ -159,7 +160,7 @@ def unpack(saved: Held | Handle | Fresh) -> torch.Tensor:
             slot.tape.refill(slot)
         return saved.view.on(slot.get())
     assert type(saved) is Held
-    return saved.get().detach()
+    return saved.get()
 
 
 class Tape:
@@ -190,7 +191,7 @@ class Tape:
             check_layout(node.name, view, leaves[place])
         for from_outputs, place, storage in node.holds:
             source = leaves if from_outputs else leaves_of((args, kwargs))
-            self._slot(storage).fill(source[place])
+            self._slot(storage).fill(source[place].detach())
         self._connect(node)
         return output
 
@@ -216,7 +217,7 @@ class Tape:
             if storage is not None:
                 return self._handle(tensor, View.of(tensor, storage))
             if not node.drops_fresh:
-                return Held(tensor)
+                return Held(tensor.detach())
             fresh.append(Fresh(key, tensor))
             return fresh[-1]
 
@@ -382,7 +383,7 @@ class Tape:
                 f"parameter, buffer or input ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; "
                 f"expected version {self._static_versions[j]} instead. Call optimizer.step() after the last backward."
             )
-        return tensor.detach()
+        return tensor
 
 
 class TapeOpener(torch.nn.Module):

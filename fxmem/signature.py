@@ -65,26 +65,42 @@ class ModelStates:
 
 
 class _Look:
-    """All that a model's state is made of, by identity, to tell whether anything was replaced since."""
+    """All that a model's state is made of, to tell whether anything was replaced since."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         modules = list(model.modules())
-        holders = [h for m in modules for h in (m.__dict__, m._parameters, m._buffers, m._modules, *_containers_of(m))]
-        self._holders = [dict.values(h) if isinstance(h, dict) else h for h in holders if h]
-        self._empty = [h for h in holders if not h]
+        holders = [h for m in modules for h in (m.__dict__, m._modules, *_containers_of(m))]
+        registries = [h for m in modules for h in (m._parameters, m._buffers)]
+        self._empty = [h for h in (*holders, *registries) if not h]
+        self._holders = [_values_of(h) for h in holders if h]
         self._values = list(chain.from_iterable(self._holders))
-        self._tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-        self._facts = list(map(_FACTS, self._tensors))
+        self._registries = [h.values() for h in registries if h]
+        self._tensors = list(chain.from_iterable(self._registries))
+        self._present = [t for t in self._tensors if t is not None]
+        self._facts = list(map(_FACTS, self._present))
 
     def differs(self) -> bool:
         """True if some value, or what is known of some tensor, is no longer the same."""
-        values = list(chain.from_iterable(self._holders))
+        tensors = list(chain.from_iterable(self._registries))
         return (
-            any(self._empty)
-            or len(values) != len(self._values)
-            or not all(map(is_, values, self._values))
-            or list(map(_FACTS, self._tensors)) != self._facts
+            len(tensors) != len(self._tensors)
+            or not all(map(is_, tensors, self._tensors))
+            or list(map(_FACTS, self._present)) != self._facts
+            or any(self._empty)
+            or not _same(list(chain.from_iterable(self._holders)), self._values)
         )
+
+
+def _values_of(container: Any) -> Any:
+    return dict.values(container) if isinstance(container, dict) else container
+
+
+def _same(values: list[Any], known: list[Any]) -> bool:
+    """True if all are equal; a list compares its elements by identity first, so this asks none that is still the same."""
+    try:
+        return values == known
+    except Exception:  # an array's elements are compared one by one
+        return False
 
 
 _FACTS = attrgetter("requires_grad", "dtype", "device", "shape")
