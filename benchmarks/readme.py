@@ -38,9 +38,9 @@ def sweep() -> str:
     )
 
 
-def libraries() -> str:
+def architectures() -> str:
     """Return one sentence on the architectures of transformers and timm."""
-    results = json.loads((RESULTS / "library_table.json").read_text())
+    results = json.loads((RESULTS / "architecture_table.json").read_text())
     counts = Counter(outcome["verdict"] for outcome in results["outcomes"])
     ran = sum(n for verdict, n in counts.items() if verdict not in ("untrainable", "gave up"))
     tried = sorted({outcome["name"].split("/")[0] for outcome in results["outcomes"]})
@@ -49,7 +49,7 @@ def libraries() -> str:
         f"Of {ran} architectures of {names} that train when made small by their configuration, {counts['passed']} have "
         "eager's loss, gradients, buffers and random state to the bit and the predicted peak to the byte under two plans "
         f"each, {counts['refused']} are refused with the cause named, **{counts['wrong']} differ** "
-        f"(`python -m tests.library_table`, {results['date']})."
+        f"(`python -m tests.architecture_table`, {results['date']})."
     )
 
 
@@ -181,7 +181,7 @@ def _percent(share: float | None) -> str:
     return "not reached" if share is None else f"{share:+.0%}"
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"sweep": sweep, "libraries": libraries, "compare": compare}
+SECTIONS: dict[str, Callable[[], str]] = {"sweep": sweep, "architectures": architectures, "compare": compare}
 
 
 def filled(text: str) -> str:

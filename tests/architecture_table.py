@@ -3,7 +3,7 @@
 What goes in: the registries of both libraries: one entry for each configuration and kind of task in transformers, one for
 each family in timm, that of the smallest variant by name. What comes out: an `Outcome` for each. Configurations are made
 small by their own fields, nothing is downloaded; where eager itself cannot train what comes of that, the verdict is
-"untrainable". `python -m tests.library_table [--only PART]` prints and saves the table and goes on where it stopped.
+"untrainable". `python -m tests.architecture_table [--only PART]` prints and saves the table and goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxmem.planners import PLANNERS
 from fxmem.types import GraphProfile, Plan
 from tests.exactness import check, on_the_way
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "library_table.json"
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "architecture_table.json"
 MOST_PARAMETERS = 60_000_000
 MOST_SECONDS = 240.0
 """For one architecture."""
@@ -79,22 +79,9 @@ PLANS = (on_the_way, lean)
 # -- timm --------------------------------------------------------------------------------------------------------------
 
 SMALL = (
-    "test_",
-    "atto",
-    "femto",
-    "pico",
-    "nano",
-    "tiny",
-    "xxs",
-    "xs",
-    "micro",
-    "mini",
-    "small",
-    "_t",
-    "_s",
-    "18",
-    "050",
-)
+    "test_", "atto", "femto", "pico", "nano", "tiny", "xxs", "xs", "micro", "mini", "small", "_t", "_s", "18", "050",
+)  # fmt: skip
+"""Parts of the names of small variants, the smallest first."""
 SHALLOW: tuple[dict[str, Any], ...] = (
     {"depth": 2},
     {"depths": (1, 1, 1, 1)},
