@@ -4,7 +4,8 @@ Prints, for every graph and budget, the recompute time of ``auto``'s plan, the o
 out of time) and their difference in points of step time; then the worst and the median, and of budgets it did not close
 the worst difference to the bound. Graphs of at most ``BRUTE_FORCE_RECIPES`` recipes are also tried out completely. Results
 go to ``benchmarks/results/optimality.json`` after every budget; a second run with the same planners goes on where the
-first stopped, and with more seconds a solve it takes up what HiGHS had not closed, from the roomiest budget down.
+first stopped, and with more seconds a solve it takes up what HiGHS had not closed, from the roomiest budget down. What was
+proved of a graph's budget stays proved: with other planners only the plans are made anew.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import scipy
@@ -52,6 +53,10 @@ class Row:
     """One budget of one graph; percentages of the step's time."""
 
     graph: str
+    digest: str
+    """Of the profile."""
+    planners: str
+    """Digest of what decides about a plan."""
     num_recipes: int
     share: float
     """Of the way from the least peak found to that of keeping everything."""
@@ -80,10 +85,12 @@ def main() -> int:
     limit = options.limit or (600.0 if options.full else 5.0)
     shares = FULL_SHARES if options.full else SHARES
     rows = _known()
+    planners = _planners()
     for name, make in graphs(full=options.full):
         if options.only not in name:
             continue
-        todo = [share for share in reversed(shares) if not _settled(rows.get((name, share)), limit)]
+        known = {share: rows.get((name, share)) for share in reversed(shares)}
+        todo = {s: row for s, row in known.items() if not (_settled(row, limit) and row and row.planners == planners)}
         for row in _measure(name, make(), todo, limit, full=options.full) if todo else ():
             rows[name, row.share] = row
             _save(list(rows.values()))
@@ -97,12 +104,9 @@ def _settled(row: Row | None, limit: float) -> bool:
 
 
 def _known() -> dict[tuple[str, float], Row]:
-    """Return the rows, by graph and share, of earlier runs with the same planners."""
-    if not PATH.exists():
-        return {}
-    body = json.loads(PATH.read_text(encoding="utf-8"))
-    rows = [Row(**row) for row in body["rows"]] if body["planners"] == _planners() else []
-    return {(row.graph, row.share): row for row in rows}
+    """Return the rows, by graph and share, of earlier runs."""
+    body = json.loads(PATH.read_text(encoding="utf-8")) if PATH.exists() else {"rows": []}
+    return {(row["graph"], row["share"]): Row(**row) for row in body["rows"]}
 
 
 def _planners() -> str:
@@ -113,7 +117,7 @@ def _planners() -> str:
 
 def _save(rows: list[Row]) -> None:
     facts = machine() | {"scipy": scipy.__version__}
-    body = {"machine": facts, "planners": _planners(), "summary": _figures(rows), "rows": [asdict(row) for row in rows]}
+    body = {"machine": facts, "summary": _figures(rows), "rows": [asdict(row) for row in rows]}
     RESULTS.mkdir(exist_ok=True)
     PATH.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
@@ -191,24 +195,34 @@ def _convs(inputs: int, outputs: int) -> nn.Module:
 # -- measuring and printing ----------------------------------------------------------------------------------------------
 
 
-def _measure(name: str, graph: GraphProfile, shares: list[float], limit: float, *, full: bool) -> Iterator[Row]:
+def _measure(
+    name: str, graph: GraphProfile, known: dict[float, Row | None], limit: float, *, full: bool
+) -> Iterator[Row]:
     points = PLANNERS["auto"](graph, seconds=60.0)
     low, high = points[-1].peak_bytes, points[0].peak_bytes
     relaxation, percent = Relaxation(tables_of(graph)), 100 / graph.step_seconds
+    digest, planners = hashlib.sha256(repr(graph).encode()).hexdigest()[:12], _planners()
     most = FULL_BRUTE_FORCE_RECIPES if full else BRUTE_FORCE_RECIPES
     everything = _brute_force(graph) if len(graph.recipes) <= most else None
-    for share in shares:
+    for share, row in known.items():
         budget_bytes = round(low + share * (high - low))
         point = cheapest_within(points, budget_bytes)
         assert point is not None
-        cost, start = point.recompute_seconds, time.perf_counter()
-        lower = relaxation.bound(budget_bytes, upper_seconds=cost, num_steps=80, clock=Clock(5.0)).seconds
-        best = optimum(graph, budget_bytes, seconds=limit, lower_seconds=lower, upper_seconds=cost)
-        bound = min(cost, max(lower, best.bound_seconds))
+        cost = percent * point.recompute_seconds
+        if row and _settled(row, limit) and (row.digest, row.budget_bytes) == (digest, budget_bytes):
+            assert cost >= row.bound_percent * (1 - 1e-3), f"{name} at {share:.0%}: a plan below what was proved"
+            bound = min(cost, row.bound_percent)
+            solved = row.solved or bound >= cost * (1 - 1e-4)
+            yield replace(row, planners=planners, auto_percent=cost, bound_percent=bound, solved=solved)
+            continue
+        start, upper = time.perf_counter(), point.recompute_seconds
+        lower = relaxation.bound(budget_bytes, upper_seconds=upper, num_steps=80, clock=Clock(5.0)).seconds
+        best = optimum(graph, budget_bytes, seconds=limit, lower_seconds=lower, upper_seconds=upper)
+        bound = min(upper, max(lower, best.bound_seconds))
         brute = None if everything is None else percent * min(s for peak, s in everything if peak <= budget_bytes)
-        solved = best.bound_seconds >= min(cost, best.recompute_seconds) * (1 - 1e-4)
+        solved = best.bound_seconds >= min(upper, best.recompute_seconds) * (1 - 1e-4)
         yield Row(
-            name, len(graph.recipes), share, budget_bytes, percent * cost, percent * bound, percent * lower, brute,
+            name, digest, planners, len(graph.recipes), share, budget_bytes, cost, percent * bound, percent * lower, brute,
             solved, time.perf_counter() - start, limit,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from fxmem.planners.frontier import Clock, Limits, judge_all, pareto
 from fxmem.planners.repair import Repair
 from fxmem.planners.search import improve
 from fxmem.planners.splice import splice
-from fxmem.planners.windows import rechoose
+from fxmem.planners.windows import LEAST_GAIN, rechoose
 from fxmem.simulate import drop_all, tables_of
 from fxmem.types import FrontierPoint, GraphProfile
 
@@ -38,14 +38,14 @@ RELAXATION_WORK = 5_000
 """Recipes times steps."""
 MOST_EXACT_RECIPES = 28
 """Up to here the integer program is asked too."""
-FEWEST_EXACT, EXACT_WORK = 4, 64
+FEWEST_EXACT, EXACT_WORK = 2, 64
 """Least number of budgets it is asked about, recipes times budgets, ..."""
 EXACT_BRANCHES = 1
 """... how far it may branch for each, ..."""
 EXACT_SECONDS = 60.0
 """... and for how long, should that take far longer than ever seen."""
-MOST_WINDOWS, WINDOW_WORK = 14, 40_000
-"""Windows of larger graphs that it chooses anew; recipes squared times windows."""
+MOST_WINDOWS, WINDOW_WORK = 40, 350_000
+"""Neighbourhoods of larger graphs that it chooses anew; recipes squared times neighbourhoods."""
 UNLIKE = 0.01
 """Budgets that differ by so much are worth asking about separately."""
 
@@ -62,12 +62,11 @@ def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, .
     found = improve(profile, pareto(points), num_trials=num_trials, clock=clock)
     found = splice(profile, found, num_trials=num_trials // 2, clock=clock)
     found = _repaired(profile, found, clock)
-    exact = len(profile.recipes) <= MOST_EXACT_RECIPES
-    if not exact:
-        num_windows = min(MOST_WINDOWS, WINDOW_WORK // len(profile.recipes) ** 2)
-        found = rechoose(profile, found, num_windows=num_windows, clock=clock)
-    found = improve(profile, found, num_trials=num_trials // 4, clock=clock)
-    return _exact(profile, found, clock) if exact else found
+    num_windows = min(MOST_WINDOWS, WINDOW_WORK // max(1, len(profile.recipes)) ** 2)
+    found = rechoose(profile, found, num_windows=num_windows, clock=clock)
+    if len(profile.recipes) <= MOST_EXACT_RECIPES:
+        found = _exact(profile, found, clock)
+    return improve(profile, found, num_trials=num_trials // 4, clock=clock)
 
 
 def _suggested(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> Iterator[Limits]:
@@ -117,7 +116,7 @@ def _steps(points: tuple[FrontierPoint, ...]) -> Iterator[tuple[float, int]]:
 
 
 def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> tuple[FrontierPoint, ...]:
-    """Return the points and what the integer program finds where most may be missing, improved by search once more."""
+    """Return the points and what the integer program finds where most may be missing."""
     relaxation, num_recipes = Relaxation(tables_of(profile)), max(1, len(profile.recipes))
     done: list[int] = []
     for _ in range(max(FEWEST_EXACT, EXACT_WORK // num_recipes)):
@@ -131,11 +130,11 @@ def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Cloc
             budget_bytes,
             seconds=min(EXACT_SECONDS, clock.left_seconds),
             num_branches=EXACT_BRANCHES,
-            upper_seconds=cost,
+            upper_seconds=LEAST_GAIN * cost,
         )
         if limits is not None:
             points = pareto((*points, *judge_all(profile, "ilp", [limits], clock)))
-    return improve(profile, points, num_trials=MOST_TRIALS // 2, clock=clock) if done else points
+    return points
 
 
 def _widest_gap(

@@ -17,6 +17,7 @@ in the bound's favour: storages that autograd saves and releases without ever un
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -60,7 +61,7 @@ def best_limits(
     program = _Program(tables_of(profile), budget_bytes, fixed)
     program.build()
     found = program.milp.solve(seconds, 0.0, upper_seconds, num_branches)
-    return program.limits(found) if found.values else None
+    return program.limits(found) if found.recompute_seconds < math.inf else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,8 @@ class _Program:
         self._forward(F)
         self.full.append(F)
         for t, stage in enumerate(self.stages):
-            ancestors = self._ancestors(stage.target, F)
-            before, F = F, list(F) if ancestors else F
-            R = {k: term(self.milp.binary(cost=tables.seconds[k])) for k in ancestors}
-            self._rerun(stage, before, F, R)
+            before, R = F, self._reruns(stage, F)
+            F = self._filled(stage, before, R) if R else F
             self.full.append(F)
             self._memory(stage, before, F, R)
             if stage.ends_tick:
@@ -107,41 +106,56 @@ class _Program:
             return term(self.milp.binary())
         return ONE if self.fixed[s] == KEEP else ZERO
 
-    def _ancestors(self, target: int, F: list[Expression]) -> list[int]:
-        """Return the recipes that a recomputation of ``target`` may run, in order."""
-        if F[target] == ONE:
-            return []
-        stack, seen = [self.tables.position[target]], {self.tables.position[target]}
-        while stack:
-            for s in self.tables.inputs[stack.pop()]:
-                k = self.tables.position[s]
-                if k != NO_RECIPE and k not in seen and F[s] != ONE:
-                    seen.add(k)
-                    stack.append(k)
-        return sorted(seen)
+    def _reruns(self, stage: _Stage, F: list[Expression]) -> dict[int, Expression]:
+        """R: the recipes that a recomputation of the target may run, in order; ONE for those it certainly runs.
 
-    def _rerun(self, stage: _Stage, before: list[Expression], F: list[Expression], R: dict[int, Expression]) -> None:
-        tables, milp, position = self.tables, self.milp, self.tables.position[stage.target]
-        for k in R:
-            milp.at_most(minus(plus(R[k], (before[stage.target], 1.0)), ONE))  # only for an empty target
-            for s in tables.products[k]:
-                if tables.position[s] != k or F[s] == ONE:
-                    continue
-                if s != stage.target and self.fixed.get(s, position) < position:
-                    continue  # stays as it is: this target lies past its limit
-                F[s] = ONE if s == stage.target else term(milp.binary())
-                if s in self.fixed:
-                    milp.at_most(minus(R[k], F[s]))
-                milp.at_most(plus(before[s], (F[s], -1.0)))  # full stays full
-                milp.at_most(minus(F[s], plus(before[s], (R[k], 1.0))))  # (1c): what becomes full is rerun; (1d)
-                if k == position:
-                    milp.at_most(minus(R[k], F[s]))  # no limit lies before the own position
-                else:
-                    self._passed(s, position, minus(F[s], before[s]), R[k], F[s])
+        (1b): what a rerun reads is there or made.
+        """
+        tables, milp, R = self.tables, self.milp, {}
+        empty = minus(ONE, F[stage.target])  # nothing reruns for a full target
+        needs: dict[int, list[Expression]] = {tables.position[stage.target]: [empty]} if empty != ZERO else {}
+        while needs:
+            k = max(needs)
+            needed = needs.pop(k)
+            if ONE in needed:
+                R[k] = ONE
+            else:
+                R[k] = term(milp.binary())
+                milp.at_most(minus(R[k], empty))
+                for need in needed:
+                    milp.at_most(minus(need, R[k]))
+            milp.pay(R[k], tables.seconds[k])
             for s in tables.inputs[k]:
-                maker = tables.position[s]
-                if before[s] != ONE:  # (1b): what a rerun reads is there or made
-                    milp.at_most(minus(R[k], plus(before[s], (R[maker], 1.0))))
+                need = minus(R[k], F[s])
+                if tables.position[s] != NO_RECIPE and F[s] != ONE and need != ZERO:
+                    needs.setdefault(tables.position[s], []).append(need)
+        return dict(sorted(R.items()))
+
+    def _filled(self, stage: _Stage, before: list[Expression], R: dict[int, Expression]) -> list[Expression]:
+        """Return F after a stage."""
+        tables, milp, position = self.tables, self.milp, self.tables.position[stage.target]
+        F = list(before)
+        for k, rerun in R.items():
+            for s in tables.products[k]:
+                if tables.position[s] != k or before[s] == ONE:
+                    continue
+                if s == stage.target:
+                    F[s] = ONE
+                    continue
+                if self.fixed.get(s, position) < position:
+                    continue  # stays as it is: this target lies past its limit
+                certain = s in self.fixed or k == position  # no limit lies before the own position
+                if certain and before[s] == ZERO:
+                    F[s] = rerun
+                    continue
+                F[s] = term(milp.binary())
+                milp.at_most(minus(before[s], F[s]))  # full stays full
+                milp.at_most(minus(F[s], plus(before[s], (rerun, 1.0))))  # (1c): what becomes full is rerun; (1d)
+                if certain:
+                    milp.at_most(minus(rerun, F[s]))
+                else:
+                    self._passed(s, position, minus(F[s], before[s]), rerun, F[s])
+        return F
 
     def _passed(self, s: int, position: int, filled: Expression, rerun: Expression, full: Expression) -> None:
         """What is filled for a target of this position would have been, by any earlier one of no higher position."""
@@ -211,9 +225,15 @@ class _Program:
         self, held: Iterable[tuple[int, Expression]], rest_bytes: float, *more: tuple[Expression, float]
     ) -> None:
         """(8): the bytes of ``held``, of ``rest_bytes`` and of ``more`` are within the budget."""
-        weighed = [(expression, float(self.tables.nbytes[s])) for s, expression in held if expression != ZERO]
-        total = plus(ZERO, *weighed, *more)
-        self.milp.at_most(total, self.budget_bytes - rest_bytes, scale=1.0 / max(1, self.budget_bytes))
+        certain_bytes, weighed = rest_bytes, list(more)
+        for s, expression in held:
+            if expression == ONE:
+                certain_bytes += self.tables.nbytes[s]
+            elif expression != ZERO:
+                weighed.append((expression, float(self.tables.nbytes[s])))
+        self.milp.at_most(
+            plus(ZERO, *weighed), self.budget_bytes - certain_bytes, scale=1.0 / max(1, self.budget_bytes)
+        )
 
     def _forward(self, F: list[Expression]) -> None:
         """Ticks before the first stage, those left out that hold no more than a later one."""
@@ -245,18 +265,19 @@ class _Program:
             for s, maker in enumerate(tables.position)
             if G_before[s] != ZERO or G_after[s] != ZERO or not R.keys().isdisjoint(self.readers[s])
         ]
-        for k in R:
+        for k, rerun in R.items():
             L = []
             for s, maker in concerned:
                 held = G_before[s]
                 if maker < k and (maker != NO_RECIPE or held not in (ONE, ZERO)):
                     held = milp.largest([G_after[s], *(R[j] for j in self.readers[s] if j >= k and j in R)])
-                L.append((s, held))
+                if held != ZERO:
+                    L.append((s, held))
             refills = [minus(F[s], before[s]) for s in tables.products[k] if tables.position[s] == k]
             internal = [tables.internal[s] for s in tables.products[k] if tables.position[s] == k]
             C = milp.largest([r for r, is_internal in zip(refills, internal, strict=True) if is_internal and r != ZERO])
             more_bytes = float(tables.capture_peak_bytes[k] - tables.peak_bytes[k])
-            self._within(L, start_bytes, (R[k], float(tables.peak_bytes[k])), (C, more_bytes))
+            self._within(L, start_bytes, (rerun, float(tables.peak_bytes[k])), (C, more_bytes))
 
 
 def _stages(tables: Tables, events: Events) -> list[_Stage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,22 +59,31 @@ class Milp:
     def __init__(self) -> None:
         self.cost: list[float] = []
         self.integral: list[int] = []
-        self.rows: list[tuple[tuple[tuple[int, float], ...], float]] = []
+        self.certain_cost = 0.0
+        self.rows: dict[tuple[tuple[int, float], ...], float] = {}
+        """The least upper bound of each sum."""
         self.impossible = False
         self.largest_of: dict[tuple[Expression, ...], Expression] = {}
 
-    def binary(self, *, cost: float = 0.0) -> int:
-        return self._variable(cost, 1)
+    def binary(self) -> int:
+        return self._variable(1)
 
-    def _variable(self, cost: float, integral: int) -> int:
-        self.cost.append(cost)
+    def pay(self, expression: Expression, cost: float) -> None:
+        """Add an expression to the cost."""
+        self.certain_cost += cost * expression[0]
+        for variable, factor in expression[1]:
+            self.cost[variable] += cost * factor
+
+    def _variable(self, integral: int) -> int:
+        self.cost.append(0.0)
         self.integral.append(integral)
         return len(self.cost) - 1
 
     def at_most(self, expression: Expression, upper: float = 0.0, *, scale: float = 1.0) -> None:
         constant, terms = expression
         if terms:
-            self.rows.append((tuple((v, f * scale) for v, f in terms), (upper - constant) * scale))
+            row = terms if scale == 1.0 else tuple([(v, f * scale) for v, f in terms])
+            self.rows[row] = min(self.rows.get(row, math.inf), (upper - constant) * scale)
         elif constant > upper:
             self.impossible = True
 
@@ -87,7 +97,7 @@ class Milp:
         if len(key) == 1 and _never_negative(key[0]):
             return key[0]
         if key not in self.largest_of:
-            result = self.largest_of[key] = term(self._variable(0.0, 0))
+            result = self.largest_of[key] = term(self._variable(0))
             for expression in key:
                 self.at_most(minus(expression, result))
         return self.largest_of[key]
@@ -99,21 +109,20 @@ class Milp:
         """
         if self.impossible:
             return Optimum(float("inf"), float("inf"))
-        unit = max(self.cost, default=1.0) or 1.0  # of cost, so that the solver's tolerances fit
-        if not any(self.cost):
-            return Optimum(0.0, 0.0) if not self.rows else self._run(seconds, 0.0, None, unit, nodes)
-        return self._run(seconds, lower, upper, unit, nodes)
-
-    def _run(self, seconds: float, lower: float, upper: float | None, unit: float, nodes: int | None) -> Optimum:
+        if not self.rows and not any(self.cost):
+            return Optimum(self.certain_cost, self.certain_cost, (0.0,) * len(self.cost))
+        certain, unit = self.certain_cost, max(self.cost) or 1.0  # of cost, so that the solver's tolerances fit
         cost = np.array(self.cost) / unit
-        entries = [(r, v, f) for r, (terms, _) in enumerate(self.rows) for v, f in terms]
+        entries = [(r, v, f) for r, terms in enumerate(self.rows) for v, f in terms]
         entries += [(len(self.rows), v, float(c)) for v, c in enumerate(cost) if c]
         rows, columns, values = zip(*entries, strict=True)
         shape = (len(self.rows) + 1, len(cost))
         matrix = csr_array((np.array(values), (np.array(rows), np.array(columns))), shape=shape)
         least = np.full(shape[0], -np.inf)
-        least[-1] = lower / unit * (1 - 1e-7)
-        most = np.array([u for _, u in self.rows] + [np.inf if upper is None else upper / unit * (1 + 1e-6) + 1e-9])
+        least[-1] = (lower * (1 - 1e-7) - certain) / unit
+        most = np.array([*self.rows.values(), np.inf])
+        if upper is not None:
+            most[-1] = (upper * (1 + 1e-6) - certain) / unit + 1e-9
         result = milp(
             cost,
             integrality=np.array(self.integral),
@@ -123,10 +132,10 @@ class Milp:
         )
         if result.status == 2:  # infeasible
             return Optimum(float("inf"), float("inf") if upper is None else upper)
-        found = float("inf") if result.x is None else float(result.fun) * unit
+        found = float("inf") if result.x is None else certain + float(result.fun) * unit
         bound = getattr(result, "mip_dual_bound", None)
         values = () if result.x is None else tuple(result.x.tolist())
-        return Optimum(found, lower if bound is None else max(lower, float(bound) * unit), values)
+        return Optimum(found, lower if bound is None else max(lower, certain + float(bound) * unit), values)
 
 
 def _never_negative(expression: Expression) -> bool:

@@ -1,10 +1,10 @@
-"""Plans re-chosen a window at a time by the integer program, where local search moves too little at once.
+"""Plans re-chosen a neighbourhood at a time by the integer program, where local search moves too little at once.
 
 In: a frontier. Out: a frontier at least as good. Near the floor a better plan often differs from a good one in all
-storages of a stretch together, and no few moves lead there. So one plan's limits are held fast but for those of a window
-of recipes, which :mod:`fxmem.planners.ilp` chooses anew within the same budget; so small a program's root takes a
-twentieth to two fifths of a second in graphs of 30 to 110 recipes. Windows overlap by half; those that recompute most
-come first.
+storages of a stretch together, and no few moves lead there. So one plan's limits are held fast but for those of a few
+recipes that read from each other, which :mod:`fxmem.planners.ilp` chooses anew within the same budget; so small a
+program's root takes a tenth to half of a second in graphs of 30 to 140 recipes. Neighbourhoods overlap; those
+that recompute most come first; they are gone through again as long as that helps.
 """
 
 from __future__ import annotations
@@ -16,37 +16,42 @@ from fxmem.planners.frontier import Clock, Limits, cheapest_within, judge_all, p
 from fxmem.simulate import NO_RECIPE, Tables, tables_of
 from fxmem.types import KEEP, FrontierPoint, GraphProfile
 
-WIDTH = 8
-"""Recipes of a window."""
-BUDGET_SHARES = (0.0, 0.1)
-"""Budgets worked on, to equal parts, as shares of the way from the least peak to eager's."""
+WIDTH = 10
+"""Recipes of a neighbourhood."""
+BUDGET_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5)
+"""Budgets worked on, as shares of the way from the least peak to eager's; each with half of the windows left."""
+MOST_IN_VAIN = 2
+"""Budgets one after the other where nothing is found; further ones are not tried then."""
+LEAST_GAIN = 0.99
+"""What is sought costs at most this part of what is known: where there is none, the program soon says so."""
 SECONDS = 60.0
-"""For one window, should that take far longer than ever seen."""
+"""For one neighbourhood, should that take far longer than ever seen."""
 
 
 def rechoose(
     profile: GraphProfile, points: Iterable[FrontierPoint], *, num_windows: int, clock: Clock
 ) -> tuple[FrontierPoint, ...]:
-    """Return the Pareto set of ``points`` and of what choosing at most ``num_windows`` windows anew brings."""
+    """Return the Pareto set of ``points`` and of what choosing at most ``num_windows`` neighbourhoods anew brings."""
     tables, found = tables_of(profile), pareto(points)
-    for number, share in enumerate(BUDGET_SHARES):
-        low, high = found[-1].peak_bytes, found[0].peak_bytes
+    low, high = found[-1].peak_bytes, found[0].peak_bytes
+    windows, in_vain = neighbourhoods(tables), 0
+    for share in BUDGET_SHARES:
         budget_bytes = round(low + share * (high - low))
-        most = num_windows // len(BUDGET_SHARES) + (number < num_windows % len(BUDGET_SHARES))
-        for start in _starts(tables, _at(found, budget_bytes).plan.limits)[:most]:
-            if clock.over:
-                return found
-            point = _at(found, budget_bytes)
-            limits = ilp.best_limits(
-                profile,
-                budget_bytes,
-                seconds=min(SECONDS, clock.left_seconds),
-                num_branches=1,
-                upper_seconds=point.recompute_seconds,
-                fixed=_outside(tables, point.plan.limits, range(start, start + WIDTH)),
-            )
-            if limits is not None:
-                found = pareto((*found, *judge_all(profile, "windows", [limits], clock)))
+        most, at_first = (num_windows + 1) // 2, _at(found, budget_bytes)
+        num_windows -= most
+        before = None
+        while before != _at(found, budget_bytes):
+            before = _at(found, budget_bytes)
+            for window in _by_seconds(tables, before.plan.limits, windows):
+                if most == 0 or clock.over:
+                    break
+                most -= 1
+                limits = _rechosen(profile, _at(found, budget_bytes), budget_bytes, window, clock)
+                found = pareto((*found, *judge_all(profile, "windows", limits, clock)))
+        num_windows += most
+        in_vain = in_vain + 1 if before == at_first else 0
+        if in_vain == MOST_IN_VAIN:
+            break
     return found
 
 
@@ -57,17 +62,42 @@ def _at(points: tuple[FrontierPoint, ...], budget_bytes: int) -> FrontierPoint:
     return point
 
 
-def _starts(tables: Tables, limits: Limits) -> list[int]:
-    """Return the first positions of the windows that recompute anything, those that recompute most first."""
+def _rechosen(
+    profile: GraphProfile, point: FrontierPoint, budget_bytes: int, window: frozenset[int], clock: Clock
+) -> list[Limits]:
+    """Return the limits, if any, of a plan that is no dearer, other in what the window's recipes make."""
+    position = tables_of(profile).position
+    limits = ilp.best_limits(
+        profile,
+        budget_bytes,
+        seconds=min(SECONDS, clock.left_seconds),
+        num_branches=1,
+        upper_seconds=LEAST_GAIN * point.recompute_seconds,
+        fixed={s: point.plan.limits[s] for s, p in enumerate(position) if p != NO_RECIPE and p not in window},
+    )
+    return [] if limits is None else [limits]
+
+
+def neighbourhoods(tables: Tables) -> list[frozenset[int]]:
+    """Return for every few recipes the ``WIDTH`` recipes nearest by what they read and make, then by position."""
+    near: list[set[int]] = [set() for _ in tables.inputs]
+    for k, inputs in enumerate(tables.inputs):
+        for maker in {tables.position[s] for s in inputs} - {NO_RECIPE}:
+            near[maker].add(k)
+            near[k].add(maker)
+    found = []
+    for center in range(0, len(near), WIDTH // 2):
+        reached = [center]
+        for k in reached:
+            if len(reached) < WIDTH:
+                reached += sorted(near[k].difference(reached), key=lambda other: (abs(other - center), other))
+        found.append(frozenset(reached[:WIDTH]))
+    return found
+
+
+def _by_seconds(tables: Tables, limits: Limits, windows: list[frozenset[int]]) -> list[frozenset[int]]:
+    """Return the windows that recompute anything, those that recompute most first."""
     dropped = {p for p, limit in zip(tables.position, limits, strict=True) if limit != KEEP}
-    ranked = []
-    for start in range(0, max(1, len(tables.inputs) - WIDTH // 2), WIDTH // 2):
-        seconds = sum(tables.seconds[p] for p in range(start, min(start + WIDTH, len(tables.inputs))) if p in dropped)
-        if seconds > 0.0:
-            ranked.append((-seconds, start))
-    return [start for _, start in sorted(ranked)]
-
-
-def _outside(tables: Tables, limits: Limits, window: range) -> dict[int, int]:
-    """Return the limits of the storages that no recipe of the window makes."""
-    return {s: limits[s] for s, p in enumerate(tables.position) if p != NO_RECIPE and p not in window}
+    seconds = [sum(tables.seconds[p] for p in window & dropped) for window in windows]
+    order = sorted(range(len(windows)), key=lambda number: -seconds[number])
+    return [windows[number] for number in order if seconds[number] > 0.0]
