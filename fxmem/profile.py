@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fxmem.bindings import callable_of
 from fxmem.captured import Captured, Inputs, source_of
 from fxmem.fake import FakeWorld
 from fxmem.observe import NodeObservation, Observation, observe
@@ -296,7 +297,7 @@ class _Builder:
         return NodeReplay(
             index=k,
             name=node.node.name,
-            target=node.node.target,  # type: ignore[arg-type]
+            target=callable_of(node.node),
             leaves=tuple(leaves),
             refs=tuple(refs),
             spec=node.spec,

@@ -1,7 +1,7 @@
 """Writing a plan into a new torch.fx graph.
 
 In: a :class:`Profiled` and a :class:`Plan`. Out: a flat GraphModule that computes the same leaves from the same leaves.
-Nodes the plan does not touch are copied as they are; the others run through :func:`fxmem.runtime.taped`. With nothing
+Nodes the plan does not touch are copied as they are; the others run through :class:`fxmem.runtime.TapedCall`. With nothing
 dropped the graph is the captured one.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import fx
 
+from fxmem.bindings import callable_of
 from fxmem.profile import Profiled
 from fxmem.replay import Replay
-from fxmem.runtime import NodeTape, TapedCall, TapeOpener, TapeTable, close_tape, taped
+from fxmem.runtime import NodeTape, TapedCall, TapeOpener, TapeTable, close_tape
 from fxmem.types import KEEP, Plan
 
 CodeTransformer = Callable[[list[str]], list[str]]
@@ -62,16 +62,13 @@ def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:
         index = next(calls) if node.op == "call_function" else -1
         if index in tapes and tape is not None:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-            if isinstance(node.target, torch._ops.OpOverload):
-                env[node] = graph.create_node(
-                    "call_function", taped, (tape, index, node.target, *args), kwargs, name=node.name
-                )
-            else:
-                call = TapedCall(cast(Callable[..., Any], node.target))
-                env[node] = graph.create_node("call_function", call, (tape, index, *args), kwargs, name=node.name)
+            call = TapedCall(callable_of(node))
+            env[node] = graph.create_node("call_function", call, (tape, index, *args), kwargs, name=node.name)
             env[node].meta = dict(node.meta)
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
+            if index >= 0:
+                env[node].target = callable_of(node)
     graph.on_generate_code(lambda current: _commented(current, _comments(profiled, plan, live)))
     graph.lint()
     attributes = {str(n.target): _attribute(captured, str(n.target)) for n in graph.nodes if n.op == "get_attr"}

@@ -401,13 +401,8 @@ class TapeOpener(torch.nn.Module):
         return Tape(self.table, dict(zip(self._statics, statics, strict=True)))
 
 
-def taped(tape: Tape, index: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run node ``index`` of the emitted graph on the tape; return its output."""
-    return tape.run(index, target, args, kwargs)
-
-
 class TapedCall:
-    """:func:`taped` for a target that is no plain op, so that generated code can name it."""
+    """A target of the emitted graph: runs one node on the tape and returns its output."""
 
     def __init__(self, target: Callable[..., Any]) -> None:
         self.target = target

@@ -44,8 +44,8 @@ EXACT_BRANCHES = 1
 """... how far it may branch for each, ..."""
 EXACT_SECONDS = 60.0
 """... and for how long, should that take far longer than ever seen."""
-MOST_WINDOWS, WINDOW_WORK = 40, 350_000
-"""Neighbourhoods of larger graphs that it chooses anew; recipes squared times neighbourhoods."""
+MOST_WINDOWS, WINDOW_WORK = 40, 11_000
+"""Neighbourhoods that it chooses anew; times recipes to the power of 3/2, as which the work for each grows."""
 UNLIKE = 0.01
 """Budgets that differ by so much are worth asking about separately."""
 
@@ -62,7 +62,7 @@ def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, .
     found = improve(profile, pareto(points), num_trials=num_trials, clock=clock)
     found = splice(profile, found, num_trials=num_trials // 2, clock=clock)
     found = _repaired(profile, found, clock)
-    num_windows = min(MOST_WINDOWS, WINDOW_WORK // max(1, len(profile.recipes)) ** 2)
+    num_windows = min(MOST_WINDOWS, int(WINDOW_WORK / max(1, len(profile.recipes)) ** 1.5))
     found = rechoose(profile, found, num_windows=num_windows, clock=clock)
     if len(profile.recipes) <= MOST_EXACT_RECIPES:
         found = _exact(profile, found, clock)

@@ -82,6 +82,7 @@ class _Program:
         self.held: dict[tuple[int, int], list[Expression]] = {}
         """G by identity of F and tick."""
         self.passed: list[list[tuple[int, Expression, Expression]]] = [[] for _ in tables.nbytes]
+        self.made = [[s for s in made if tables.position[s] == k] for k, made in enumerate(tables.products)]
         self.readers: list[list[int]] = [[] for _ in tables.nbytes]
         for k, inputs in enumerate(tables.inputs):
             for s in inputs:
@@ -93,10 +94,11 @@ class _Program:
         self._forward(F)
         self.full.append(F)
         for t, stage in enumerate(self.stages):
-            before, R = F, self._reruns(stage, F)
-            F = self._filled(stage, before, R) if R else F
+            R = self._reruns(stage, F)
+            if R:
+                before, F = F, self._filled(stage, F, R)
+                self._memory(stage, before, F, R)
             self.full.append(F)
-            self._memory(stage, before, F, R)
             if stage.ends_tick:
                 end = self.stages[t + 1].tick if t + 1 < len(self.stages) else len(tables.ticks)
                 self._ticks(range(stage.tick, end), F)
@@ -133,11 +135,11 @@ class _Program:
 
     def _filled(self, stage: _Stage, before: list[Expression], R: dict[int, Expression]) -> list[Expression]:
         """Return F after a stage."""
-        tables, milp, position = self.tables, self.milp, self.tables.position[stage.target]
+        milp, position = self.milp, self.tables.position[stage.target]
         F = list(before)
         for k, rerun in R.items():
-            for s in tables.products[k]:
-                if tables.position[s] != k or before[s] == ONE:
+            for s in self.made[k]:
+                if before[s] == ONE:
                     continue
                 if s == stage.target:
                     F[s] = ONE
@@ -183,19 +185,19 @@ class _Program:
 
     def _wants(self, F: list[Expression], tick: int) -> list[Expression]:
         """W: for each recipe, whether the slot of some storage it makes is empty and someone may still ask for it."""
-        tables, milp = self.tables, self.milp
-        W: list[Expression] = [ZERO] * len(tables.inputs)
-        for k in reversed(range(len(tables.inputs))):
-            empties = []
-            for s in tables.products[k]:
-                if tables.position[s] != k or F[s] == ONE:
+        unpacked, W = self.events.unpacked, [ZERO] * len(self.made)
+        for k in reversed(range(len(self.made))):
+            empties: list[Expression] = []
+            for s in self.made[k]:
+                full = F[s]
+                if full == ONE:
                     continue
-                if self.events.unpacked.get(s, -1) >= tick:
-                    empties.append(minus(ONE, F[s]))
+                if unpacked.get(s, -1) >= tick:
+                    empties.append(ONE if full == ZERO else minus(ONE, full))
                 else:
-                    empties += [minus(W[j], F[s]) for j in self.readers[s] if W[j] != ZERO]
+                    empties += [minus(W[j], full) for j in self.readers[s] if W[j] != ZERO]
             if empties:
-                W[k] = milp.largest(empties)
+                W[k] = self.milp.largest(empties)
         return W
 
     def _held(self, F: list[Expression], tick: int) -> list[Expression]:
@@ -215,8 +217,9 @@ class _Program:
                 G[s] = ONE
             elif tick <= events.released.get(s, -1):
                 G[s] = full
-            elif wanting := [W[k] for k in self.readers[s] if W[k] != ZERO]:
-                G[s] = self.milp.largest([minus(plus(w, (full, 1.0)), ONE) for w in wanting])
+            elif full != ZERO and (wanting := [W[k] for k in self.readers[s] if W[k] != ZERO]):
+                empty = minus(ONE, full)
+                G[s] = self.milp.largest(wanting if full == ONE else [minus(w, empty) for w in wanting])
         return G
 
     # -- memory -----------------------------------------------------------------------------------------------------------
@@ -273,9 +276,7 @@ class _Program:
                     held = milp.largest([G_after[s], *(R[j] for j in self.readers[s] if j >= k and j in R)])
                 if held != ZERO:
                     L.append((s, held))
-            refills = [minus(F[s], before[s]) for s in tables.products[k] if tables.position[s] == k]
-            internal = [tables.internal[s] for s in tables.products[k] if tables.position[s] == k]
-            C = milp.largest([r for r, is_internal in zip(refills, internal, strict=True) if is_internal and r != ZERO])
+            C = milp.largest([minus(F[s], before[s]) for s in self.made[k] if tables.internal[s] and F[s] != before[s]])
             more_bytes = float(tables.capture_peak_bytes[k] - tables.peak_bytes[k])
             self._within(L, start_bytes, (rerun, float(tables.peak_bytes[k])), (C, more_bytes))
 
