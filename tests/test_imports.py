@@ -87,7 +87,19 @@ ONLY = {
     },
     "observe": {"types", "errors", "track", "fake", "regions", "replay", "step", "captured"},
     "ticks": {"types", "errors", "observe"},
-    "profile": {"types", "errors", "track", "fake", "regions", "replay", "step", "captured", "observe", "ticks"},
+    "profile": {
+        "types",
+        "errors",
+        "track",
+        "fake",
+        "regions",
+        "replay",
+        "bindings",
+        "step",
+        "captured",
+        "observe",
+        "ticks",
+    },
 }
 
 # A planner works on plain integers and floats, and so does the judge of its plans.
