@@ -130,8 +130,8 @@ def comparison_page() -> str:
             "for nothing. So its first savings are free, and with dropout on the CPU, where eager keeps four bytes for "
             "each element of a mask, they are large; with dropout its masks, hence its gradients, are not eager's. "
             "fxmem runs eager's own kernels, each of which goes over memory once more when it runs again. On a network "
-            "of a thousand layers whose kernels take a twentieth of a millisecond, the Python around each "
-            "recomputation (about 0.15 ms on the CPU) costs more than the kernels.",
+            "of a thousand small layers the Python around each recomputation "
+            f"({_recipe_ms():.2f} ms on the CPU, `python -m benchmarks.overhead`) costs more than the kernels.",
             "",
             "What could not be measured:",
             "",
@@ -175,6 +175,12 @@ def _verdicts(rows: list[Row]) -> Iterator[Verdict]:
 def _faster(verdicts: list[Verdict]) -> int:
     """Return at how many points fxmem's step takes less time than the peer's."""
     return sum(v.our_extra is not None and 1 + v.our_extra < v.peer_ratio for v in verdicts)
+
+
+def _recipe_ms() -> float:
+    """Return what running one small recipe again costs on the CPU."""
+    overhead = json.loads((RESULTS / "overhead.json").read_text())
+    return min(float(row["recipe_us"]) for row in overhead["rows"]) / 1000
 
 
 def _percent(share: float | None) -> str:
