@@ -20,7 +20,7 @@ from fxmem.planners.windows import LEAST_GAIN, rechoose
 from fxmem.simulate import drop_all, tables_of
 from fxmem.types import FrontierPoint, GraphProfile
 
-SEARCH_WORK = 250_000
+SEARCH_WORK = 220_000
 """Recipes times trials of the local search."""
 MOST_TRIALS = 2_500
 REPAIR_WORK = 180_000

@@ -16,8 +16,10 @@ from fxmem.planners.frontier import Clock, Limits, cheapest_within, judge_all, p
 from fxmem.simulate import NO_RECIPE, Tables, tables_of
 from fxmem.types import KEEP, FrontierPoint, GraphProfile
 
-WIDTH = 10
-"""Recipes of a neighbourhood."""
+WIDTH, SMALL_WIDTH = 8, 10
+"""Recipes of a neighbourhood; the latter in graphs of at most ..."""
+SMALL = 48
+"""... so many recipes, where the whole program is small."""
 BUDGET_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5)
 """Budgets worked on, as shares of the way from the least peak to eager's; each with half of the windows left."""
 MOST_IN_VAIN = 2
@@ -34,7 +36,8 @@ def rechoose(
     """Return the Pareto set of ``points`` and of what choosing at most ``num_windows`` neighbourhoods anew brings."""
     tables, found = tables_of(profile), pareto(points)
     low, high = found[-1].peak_bytes, found[0].peak_bytes
-    windows, in_vain = neighbourhoods(tables), 0
+    width = SMALL_WIDTH if len(tables.inputs) <= SMALL else WIDTH
+    windows, in_vain = neighbourhoods(tables, width), 0
     for share in BUDGET_SHARES:
         budget_bytes = round(low + share * (high - low))
         most, at_first = (num_windows + 1) // 2, _at(found, budget_bytes)
@@ -78,20 +81,20 @@ def _rechosen(
     return [] if limits is None else [limits]
 
 
-def neighbourhoods(tables: Tables) -> list[frozenset[int]]:
-    """Return for every few recipes the ``WIDTH`` recipes nearest by what they read and make, then by position."""
+def neighbourhoods(tables: Tables, width: int) -> list[frozenset[int]]:
+    """Return for every few recipes the ``width`` recipes nearest by what they read and make, then by position."""
     near: list[set[int]] = [set() for _ in tables.inputs]
     for k, inputs in enumerate(tables.inputs):
         for maker in {tables.position[s] for s in inputs} - {NO_RECIPE}:
             near[maker].add(k)
             near[k].add(maker)
     found = []
-    for center in range(0, len(near), WIDTH // 2):
+    for center in range(0, len(near), width // 2):
         reached = [center]
         for k in reached:
-            if len(reached) < WIDTH:
+            if len(reached) < width:
                 reached += sorted(near[k].difference(reached), key=lambda other: (abs(other - center), other))
-        found.append(frozenset(reached[:WIDTH]))
+        found.append(frozenset(reached[:width]))
     return found
 
 
