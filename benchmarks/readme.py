@@ -53,6 +53,21 @@ def architectures() -> str:
     )
 
 
+def overhead() -> str:
+    """Return two sentences on what the runtime itself costs."""
+    results = json.loads((RESULTS / "overhead.json").read_text())
+    shares = [f"{row['no_budget_us'] / row['eager_us']:+.0%} on {row['model']}" for row in results["rows"]]
+    calls = [row["taped_call_us"] for row in results["rows"]]
+    recipes = [row["recipe_us"] for row in results["rows"]]
+    return (
+        "What fxmem's own Python costs, seen on models made so small that little else counts (CPU, one thread, "
+        f"`python -m benchmarks.overhead`, {results['machine']['date']}): with no budget a step takes "
+        f"{' and '.join(shares)} beside eager's; under a budget each op whose values are dropped takes "
+        f"{min(calls):.0f} to {max(calls):.0f} µs more in the forward, and each recomputation "
+        f"{min(recipes):.0f} to {max(recipes):.0f} µs in the backward, its tiny kernels included."
+    )
+
+
 def compare() -> str:
     """Return a table of per-block checkpointing beside fxmem on every model, and the count over all eager peers."""
     rows = _compared()
@@ -187,7 +202,12 @@ def _percent(share: float | None) -> str:
     return "not reached" if share is None else f"{share:+.0%}"
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"sweep": sweep, "architectures": architectures, "compare": compare}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "sweep": sweep,
+    "architectures": architectures,
+    "overhead": overhead,
+    "compare": compare,
+}
 
 
 def filled(text: str) -> str:
