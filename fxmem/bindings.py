@@ -33,7 +33,9 @@ def callable_of(node: fx.Node) -> Target:
     tensors = [value for value in values if isinstance(value, FakeTensor)]
     if not tensors or any(isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) for value in values):
         return target
-    key = (target, (str(spec), tuple([v.dtype if isinstance(v, FakeTensor) else type(v) for v in values])))
+    # A tensor without dimensions passes for a number too.
+    kinds = tuple([(v.dtype, v.dim() == 0) if isinstance(v, FakeTensor) else type(v) for v in values])
+    key = (target, (str(spec), kinds))
     if key not in _found:
         args, kwargs = tree_unflatten(values, spec)
         expected = _dispatched(target, args, kwargs)

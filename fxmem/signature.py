@@ -37,7 +37,12 @@ def _leaf_signature(leaf: Any, with_sizes: bool) -> Any:
         hash(leaf)
     except TypeError:
         return repr(leaf)
-    return (type(leaf), leaf)
+    return (type(leaf), _constant(leaf))
+
+
+def _constant(value: Any) -> Any:
+    """Return what tells a number from an equal one of another type or sign: True, 1 and 1.0, or 0.0 and -0.0."""
+    return (type(value), repr(value)) if type(value) in (bool, int, float) else value
 
 
 class ModelStates:
@@ -65,42 +70,26 @@ class ModelStates:
 
 
 class _Look:
-    """All that a model's state is made of, to tell whether anything was replaced since."""
+    """All that a model's state is made of, by identity, to tell whether anything was replaced since."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         modules = list(model.modules())
-        holders = [h for m in modules for h in (m.__dict__, m._modules, *_containers_of(m))]
-        registries = [h for m in modules for h in (m._parameters, m._buffers)]
-        self._empty = [h for h in (*holders, *registries) if not h]
-        self._holders = [_values_of(h) for h in holders if h]
+        holders = [h for m in modules for h in (m.__dict__, m._parameters, m._buffers, m._modules, *_containers_of(m))]
+        self._empty = [h for h in holders if not h]
+        self._holders = [dict.values(h) if isinstance(h, dict) else h for h in holders if h]
         self._values = list(chain.from_iterable(self._holders))
-        self._registries = [h.values() for h in registries if h]
-        self._tensors = list(chain.from_iterable(self._registries))
-        self._present = [t for t in self._tensors if t is not None]
-        self._facts = list(map(_FACTS, self._present))
+        self._tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        self._facts = list(map(_FACTS, self._tensors))
 
     def differs(self) -> bool:
         """True if some value, or what is known of some tensor, is no longer the same."""
-        tensors = list(chain.from_iterable(self._registries))
+        values = list(chain.from_iterable(self._holders))
         return (
-            len(tensors) != len(self._tensors)
-            or not all(map(is_, tensors, self._tensors))
-            or list(map(_FACTS, self._present)) != self._facts
-            or any(self._empty)
-            or not _same(list(chain.from_iterable(self._holders)), self._values)
+            any(self._empty)
+            or len(values) != len(self._values)
+            or not all(map(is_, values, self._values))
+            or list(map(_FACTS, self._tensors)) != self._facts
         )
-
-
-def _values_of(container: Any) -> Any:
-    return dict.values(container) if isinstance(container, dict) else container
-
-
-def _same(values: list[Any], known: list[Any]) -> bool:
-    """True if all are equal; a list compares its elements by identity first, so this asks none that is still the same."""
-    try:
-        return values == known
-    except Exception:  # an array's elements are compared one by one
-        return False
 
 
 _FACTS = attrgetter("requires_grad", "dtype", "device", "shape")
@@ -144,7 +133,7 @@ def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
         for name, value in module.__dict__.items():
             kind = type(value)
             if kind in CONSTANTS:
-                state.append(value)
+                state.append(_constant(value))
             elif (kind not in CONTAINERS or value) and name not in REGISTRIES:
                 others.append(value)
         state += [_value_signature(value, own) for value in others]
@@ -158,10 +147,8 @@ def _value_signature(value: Any, own: frozenset[int], depth: int = 4) -> Any:
     """
     kind = type(value)
     if kind in CONSTANTS:
-        return value
+        return _constant(value)
     if kind in CONTAINERS and depth:
-        if kind is tuple and CONSTANTS.issuperset(map(type, value)):
-            return value
         items = value if kind in (list, tuple) else value.items()
         return tuple([_value_signature(item, own, depth - 1) for item in items])
     if id(value) in own:

@@ -311,3 +311,21 @@ def test_a_model_that_looks_at_values_is_refused_and_the_advice_works() -> None:
         step(m, -batch())
     assert_same(eager, model)
     assert [isinstance(part, OptimizedModule) for part in (model.encoder, *model.gates)] == [True, False, True]
+
+
+def test_a_number_replaced_by_an_equal_one_of_another_type_or_sign_is_noticed() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.factor, self.times, self.pair = nn.Linear(4, 4), 0.0, 2, (0.0, 1)
+
+        def forward(self, x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.linear(x) * self.factor, index * self.times, x * self.pair[0], index * self.pair[1]
+
+    model, x, index = Scaled(), torch.randn(3, 4), torch.arange(3)
+    optimized = fxmem.optimize(model)
+    optimized(x, index)
+    model.factor, model.times, model.pair = -0.0, 2.0, (-0.0, 1.0)
+    for ours, theirs in zip(optimized(x, index), model(x, index), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.signbit(), theirs.signbit())
