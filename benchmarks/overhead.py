@@ -29,7 +29,7 @@ from benchmarks.results_file import RESULTS, machine
 from fxmem.runtime import TapedCall
 
 PATH = RESULTS / "overhead.json"
-NUM_TURNS = 60
+NUM_TURNS = 400
 SHARE = 0.5
 """The budget, as a share of the way from the floor to eager's peak."""
 
