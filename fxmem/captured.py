@@ -112,6 +112,14 @@ def with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> f
     return graph_module
 
 
+def attribute_of(module: torch.nn.Module, target: str) -> Any:
+    """Return what a get_attr node of this target reads."""
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
 def source_of(node: fx.Node) -> Source:
     """Return the module path and the user's source line of ``node``."""
     stack = node.meta.get("nn_module_stack") or {}

@@ -40,7 +40,7 @@ class FakeWorld:
         known = self._fakes.get(id(tensor))
         if known is not None:
             return known[1]
-        fake = self._new_fake(tensor) if tensor.is_leaf else _made_outside(self._new_fake(tensor.detach()))
+        fake = self._new_fake(tensor) if tensor.is_leaf else made_outside(self._new_fake(tensor.detach()))
         if isinstance(tensor, torch.nn.Parameter) and not isinstance(fake, torch.nn.Parameter):
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
         if fake.is_leaf:
@@ -106,7 +106,7 @@ class _Outside(torch.autograd.Function):
         return None, None
 
 
-def _made_outside(fake: torch.Tensor) -> torch.Tensor:
+def made_outside(fake: torch.Tensor) -> torch.Tensor:
     """Return ``fake`` as a part of an autograd graph that goes on outside: no leaf, but no view of one either."""
     made = _Outside.apply(fake, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
     return cast(torch.Tensor, made)

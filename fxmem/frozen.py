@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxmem.captured import attribute_of
 from fxmem.regions import Scoped, op_of
 
 aten = torch.ops.aten
@@ -81,7 +82,4 @@ def _may_learn(graph_module: fx.GraphModule, argument: Any) -> bool:
     """True unless ``argument`` is None or read from a parameter or buffer that requires no gradient."""
     if not isinstance(argument, fx.Node) or argument.op != "get_attr":
         return argument is not None
-    value: Any = graph_module
-    for part in str(argument.target).split("."):
-        value = getattr(value, part)
-    return bool(value.requires_grad)
+    return bool(attribute_of(graph_module, str(argument.target)).requires_grad)

@@ -5,6 +5,7 @@ In: a model, one call's inputs, :class:`Settings`. Out: a :class:`Compiled`: the
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 
@@ -17,17 +18,18 @@ from fxmem.check import check_plan
 from fxmem.cuda import Allocation
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.inplace import decide, in_place
+from fxmem.masks import num_byte_masks, with_byte_masks
 from fxmem.measure import with_measured_times
 from fxmem.planners import PLANNERS, cheapest_within, pareto, stored
 from fxmem.planners.gap import lower_bound
-from fxmem.policy import Rule, constrain, enforce
+from fxmem.policy import Rule, constrain, enforce, matches
 from fxmem.profile import Profiled, profile
 from fxmem.replay import Autocast
 from fxmem.report import Report, build_report
 from fxmem.report.text import place_of_tick
 from fxmem.rewrite import rewrite
 from fxmem.simulate import keep_all, simulate
-from fxmem.step import TrainingStep
+from fxmem.step import Gradients, TrainingStep
 from fxmem.timing import Hardware, hardware_for
 from fxmem.types import FrontierPoint, GraphProfile, Plan, Timeline, Verification
 from fxmem.verify import cuda_peaks, eager_peak_bytes, verify
@@ -76,9 +78,13 @@ def compile_model(
     """
     start = time.perf_counter()
     captured = captured or capture(model, inputs, autocast)
-    profiled = profile_model(model, captured, inputs, settings)
+    plain, profiled = profiles_of(model, captured, inputs, settings)
     points = frontier_of(profiled.profile, settings)
-    chosen = emit_within_budget(profiled, inputs, settings, points)
+    chosen = emit_if_all_fits(plain, inputs, settings) if plain is not profiled else None
+    if chosen is not None:
+        profiled = plain
+    else:
+        chosen = emit_within_budget(profiled, inputs, settings, points)
     eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, gradients=profiled.gradients)
     report = build_report(
         profiled.profile,
@@ -92,7 +98,7 @@ def compile_model(
             profiled.profile, settings.budget_bytes or chosen.point.peak_bytes, chosen.point.recompute_seconds
         ),
         plan_seconds=time.perf_counter() - start,
-        notes=_notes(settings),
+        notes=_notes(settings, profiled.captured),
         inplace=profiled.inplace,
         cuda=cuda_peaks(chosen.events) if any(device.type == "cuda" for device in profiled.devices) else None,
     )
@@ -100,15 +106,33 @@ def compile_model(
 
 
 def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
-    """Return the profile of ``captured`` at ``inputs``, with times of the model's device or the one asked for."""
+    """Return the profile that plans for short memory are made on, with times of the device or of the one asked for."""
+    return profiles_of(model, captured, inputs, settings)[1]
+
+
+def profiles_of(
+    model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings
+) -> tuple[Profiled, Profiled]:
+    """Return the profiles of the graph for memory that suffices and of that for short memory; often they are one."""
     hardware = settings.hardware or _hardware_of(model)
-    profiled = profile(captured, inputs, hardware.seconds, settings.step)
-    decisions = decide(profiled) if settings.inplace else ()
-    if any(not decision.why_not for decision in decisions):
-        captured = in_place(captured, decisions)
-        profiled = profile(captured, inputs, hardware.seconds, settings.step, profiled.gradients)
-    profiled = replace(profiled, inplace=decisions)
-    return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
+
+    def profiled(graph: Captured, gradients: Gradients | None) -> Profiled:
+        found = profile(graph, inputs, hardware.seconds, settings.step, gradients)
+        decisions = decide(found) if settings.inplace else ()
+        if any(not decision.why_not for decision in decisions):
+            graph = in_place(graph, decisions)
+            found = profile(graph, inputs, hardware.seconds, settings.step, found.gradients)
+        found = replace(found, inplace=decisions)
+        return with_measured_times(found, cache=settings.cache) if settings.measure else found
+
+    plain = profiled(captured, None)
+    narrow = with_byte_masks(plain, lambda node: any(matches(where, node) for where, _ in settings.policy))
+    return plain, plain if narrow is plain.captured else profiled(narrow, plain.gradients)
+
+
+def _keep_all(graph_profile: GraphProfile) -> FrontierPoint:
+    plan = keep_all(graph_profile)
+    return FrontierPoint(plan, simulate(graph_profile, plan).peak_bytes, 0.0)
 
 
 def frontier_of(graph_profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
@@ -120,9 +144,7 @@ def frontier_of(graph_profile: GraphProfile, settings: Settings) -> tuple[Fronti
         points = PLANNERS[name](constrained, seconds=seconds)
         if settings.cache:
             stored.store(constrained, name, seconds, points)
-    plan = keep_all(graph_profile)
-    keep = FrontierPoint(plan, simulate(graph_profile, plan).peak_bytes, 0.0)
-    return pareto(enforce(constrained, pareto((keep, *points)), recomputed))
+    return pareto(enforce(constrained, pareto((_keep_all(graph_profile), *points)), recomputed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +155,16 @@ class Emitted:
     verification: Verification
     events: tuple[Allocation, ...]
     """Every allocation and free of the emitted module's step, as verified."""
+
+
+def emit_if_all_fits(profiled: Profiled, inputs: Inputs, settings: Settings) -> Emitted | None:
+    """Emit the plan that keeps all the policy lets; None where its peak exceeds the budget."""
+    point = frontier_of(profiled.profile, replace(settings, planner="chen"))[0]
+    most_bytes = math.inf if settings.budget_bytes is None else settings.budget_bytes
+    if point.peak_bytes > most_bytes:
+        return None
+    emitted = _emit(profiled, inputs, settings.step, point)
+    return emitted if emitted.verification.verified_bytes <= most_bytes else None
 
 
 def emit_within_budget(
@@ -200,7 +232,7 @@ def _hardware_of(model: torch.nn.Module) -> Hardware:
     return hardware_for(device.type, name)
 
 
-def _notes(settings: Settings) -> tuple[str, ...]:
+def _notes(settings: Settings, captured: Captured) -> tuple[str, ...]:
     notes = []
     step = settings.step
     if step.optimizer is None:
@@ -211,4 +243,7 @@ def _notes(settings: Settings) -> tuple[str, ...]:
         notes.append("gradients of earlier micro-batches are there at the start of the step")
     if step.loss_fn is None:
         notes.append("the loss is output.loss, or the sum of the outputs where there is none (loss_fn= changes that)")
+    num_masks = num_byte_masks(captured)
+    if num_masks:
+        notes.append(f"dropout masks of {num_masks} calls have one byte an element")
     return tuple(notes)

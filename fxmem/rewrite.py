@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from fxmem.bindings import callable_of
+from fxmem.captured import attribute_of
 from fxmem.profile import Profiled
 from fxmem.replay import Replay
 from fxmem.runtime import NodeTape, TapedCall, TapeOpener, TapeTable, close_tape
@@ -71,16 +71,9 @@ def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:
                 env[node].target = callable_of(node)
     graph.on_generate_code(lambda current: _commented(current, _comments(profiled, plan, live)))
     graph.lint()
-    attributes = {str(n.target): _attribute(captured, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
+    attributes = {str(n.target): attribute_of(captured, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
     opener = TapeOpener(_table(profiled, plan, live, tapes), tuple(statics))
     return fx.GraphModule({**attributes, "fxmem_tape": opener}, graph, class_name="Optimized")
-
-
-def _attribute(module: torch.nn.Module, target: str) -> object:
-    value: object = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _read_static(graph: fx.Graph, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:

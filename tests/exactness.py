@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from fxmem.capture import capture
 from fxmem.captured import Captured, Inputs
+from fxmem.masks import with_byte_masks
 from fxmem.planners import PLANNERS
 from fxmem.profile import Profiled, profile
 from fxmem.replay import Autocast
@@ -62,6 +63,9 @@ def tightest(graph_profile: GraphProfile) -> Plan:
     points = PLANNERS["auto"](graph_profile, seconds=2.0)
     return min(points, key=lambda point: point.peak_bytes).plan
 
+
+NUM_PLANS_WITH_BYTES = 2
+"""Of the plans, the last ones are checked with dropout masks of bytes too, where the model has any."""
 
 PLANS: tuple[MakePlan, ...] = (keep_all, drop_all, on_the_way, random_limits(1), random_limits(2), tightest)
 
@@ -217,15 +221,20 @@ def check(
     assert torch.equal(random_state, torch.get_rng_state()), "planning drew random numbers"
     changed = [name for name, t in _state(model) if not same_bits(state[name], t.detach())]
     assert not changed, f"planning changed {changed}"
-    peaks, found = {}, []
-    for make_plan in plans:
-        plan = make_plan(profiled.profile)
-        for name, buffer in model.named_buffers():
-            buffer.detach().copy_(state[name])
-        peaks[plan.planner], wrong = _compare(
-            profiled, example, plan, model, inputs, eager, loss, region, seed, exact_peak
-        )
-        found += [f"under {plan.planner}: {what}" for what in wrong]
+    plans, peaks, found = tuple(plans), {}, []
+    graphs = [("", profiled, plans)]
+    narrow = with_byte_masks(profiled, lambda node: False)
+    if narrow is not captured:
+        with_bytes = profile(narrow, example, PRESETS["cpu"].seconds, TrainingStep(loss))
+        graphs.append((" with masks of bytes", with_bytes, plans[-NUM_PLANS_WITH_BYTES:]))
+    for what, graph, its_plans in graphs:
+        for make_plan in its_plans:
+            plan = make_plan(graph.profile)
+            for name, buffer in model.named_buffers():
+                buffer.detach().copy_(state[name])
+            peak_bytes, wrong = _compare(graph, example, plan, model, inputs, eager, loss, region, seed, exact_peak)
+            peaks[plan.planner + what] = peak_bytes
+            found += [f"under {plan.planner}{what}: {problem}" for problem in wrong]
     assert not found, "\n".join(found)
     return Checked(profiled, captured, eager, peaks)
 

@@ -48,6 +48,7 @@ ORDER = (
     "check",
     "policy",
     "inplace",
+    "masks",
     "planners",
     "rewrite",
     "verify",

@@ -1,0 +1,192 @@
+"""Dropout whose mask takes one byte an element, where eager's takes the input's own dtype.
+
+On the CPU a dropout draws zeros and ones into a tensor of its input's dtype, divides that by their probability, multiplies
+and saves the quotient: four bytes or more for one bit. In: a profiled graph. Out: the captured graph in which each call
+that does so, a dropout or an attention with one inside, saves what was drawn as booleans, and its backward makes the
+quotient again (Jain et al. 2018, Gist, keep the masks of ReLUs so). The generator gives the same numbers for either dtype
+and the same kernels go on from there, so the bits are the same. Whether a call does so is seen on fakes; those that draw
+in another way, as CUDA's kernels do, stay what they are, and so do dropouts in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fxmem.captured import Captured, with_unused_state
+from fxmem.fake import FakeWorld, made_outside
+from fxmem.profile import Profiled
+from fxmem.regions import Region, Scoped, op_of
+from fxmem.replay import View
+from fxmem.types import NodeProfile
+
+aten = torch.ops.aten
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, probability: float) -> torch.Tensor:
+        drawn = torch.empty_like(x, dtype=torch.bool).bernoulli_(probability)
+        ctx.save_for_backward(drawn)
+        ctx.probability = probability
+        noise = _noise(drawn, probability, x.dtype)
+        return noise.mul_(x) if noise.stride() == x.stride() else x * noise
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (drawn,) = ctx.saved_tensors
+        noise = _noise(drawn, ctx.probability, grad.dtype)
+        in_place = noise.stride() == grad.stride() and not torch.is_grad_enabled()
+        return noise.mul_(grad) if in_place else grad * noise, None
+
+
+def _noise(drawn: torch.Tensor, probability: float, dtype: torch.dtype) -> torch.Tensor:
+    zero, one = torch.zeros((), dtype=dtype, device=drawn.device), torch.ones((), dtype=dtype, device=drawn.device)
+    return torch.where(drawn, one.div_(probability), zero)
+
+
+def kept_with(x: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return ``x`` with each element zero or, with this probability, divided by it; the mask saved has bytes."""
+    return cast(torch.Tensor, _Dropout.apply(x, probability))  # type: ignore[no-untyped-call]
+
+
+def byte_dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Return what ``aten.dropout`` returns for these arguments, 0 < p < 1 and ``train`` true; the mask saved has bytes."""
+    return kept_with(x, 1 - p)
+
+
+class Composite:
+    """A call of ``op`` as the ops it consists of, its dropouts with masks of bytes; a target of call_function nodes.
+
+    ``parts`` takes the tensors among the arguments, in order.
+    """
+
+    def __init__(self, op: torch._ops.OpOverload, parts: fx.GraphModule) -> None:
+        self.op, self.parts = op, parts
+        self.__name__ = self.__qualname__ = f"{op._schema.name.partition('::')[2]}_with_byte_masks"
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parts(*[leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)])
+
+    def __str__(self) -> str:
+        return str(self.op)
+
+
+def with_byte_masks(profiled: Profiled, stays_as_is: Callable[[NodeProfile], bool]) -> Captured:
+    """Return the captured graph with masks of one byte; the very same object if it has no wider ones.
+
+    ``stays_as_is``: calls to leave alone.
+    """
+    captured, profile = profiled.captured, profiled.profile
+    calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
+    targets = {}
+    for node, seen in zip(calls, profile.nodes, strict=True):
+        saved = (profile.storages[s] for s in seen.saves)
+        if seen.random and any(s.internal and s.creator == seen.index for s in saved) and not stays_as_is(seen):
+            target = _narrowed(profiled, node, seen.index)
+            if target is not None:
+                targets[node] = target
+    if not targets:
+        return captured
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in captured.graph_module.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].target = targets.get(node, node.target)
+    graph.lint()
+    module = fx.GraphModule(captured.graph_module, graph, class_name="Captured")
+    return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
+
+
+def num_byte_masks(captured: Captured) -> int:
+    """Return the number of calls whose masks have bytes."""
+    targets = [op_of(node.target) for node in captured.graph_module.graph.nodes]
+    return sum(target is byte_dropout or isinstance(target, Composite) for target in targets)
+
+
+def _narrowed(profiled: Profiled, node: fx.Node, index: int) -> Callable[..., Any] | None:
+    """Return what does the same as the ``index``-th call with masks of bytes; None where that is no other."""
+    op, region = op_of(node.target), node.target.region if isinstance(node.target, Scoped) else Region()
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    parts = _parts(profiled, node, index, region)
+    if parts is None or not _with_byte_masks(parts):
+        return None
+    target = byte_dropout if op is aten.dropout.default else Composite(op, parts)
+    autocast = profiled.captured.autocast
+    device_type = autocast.device_type if autocast else region.autocast[0] if region.autocast else None
+    if device_type is not None:  # the parts were seen below autocast
+        region = replace(region, autocast=(device_type, None, False, None))
+    return target if region == Region() else Scoped(target, region)
+
+
+def _parts(profiled: Profiled, node: fx.Node, index: int, region: Region) -> fx.GraphModule | None:
+    """Return the ops that the ``index``-th call consists of."""
+    views = dict(profiled.arguments[index])
+    if any(view.conj or view.neg for view in views.values()):
+        return None
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    with FakeWorld().mode:
+        fakes = [_fake(views[place]) for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        left = iter(tensors)
+        args, kwargs = tree_unflatten([next(left) if isinstance(x, fx.Node) else x for x in leaves], spec)
+        return op_of(node.target)(*args, **kwargs)
+
+    autocast = profiled.captured.autocast
+    with autocast.enter() if autocast else nullcontext(), region.enter(), torch.enable_grad():
+        return make_fx(call)(*fakes)
+
+
+def _fake(view: View) -> torch.Tensor:
+    fake = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
+    return made_outside(fake) if view.requires_grad else fake
+
+
+def _with_byte_masks(parts: fx.GraphModule) -> bool:
+    """Write :func:`kept_with` for the ops of a dropout, wherever ``parts`` has them; tell if it has."""
+    found = False
+    for product in list(parts.graph.nodes):
+        dropped = _dropout_of(product)
+        if dropped is not None:
+            with parts.graph.inserting_before(product):
+                product.replace_all_uses_with(parts.graph.call_function(kept_with, dropped))
+            *_, noise = product.args
+            for node in (product, noise, *noise.all_input_nodes, *noise.args[0].all_input_nodes):
+                parts.graph.erase_node(node)
+            found = True
+    parts.recompile()
+    return found
+
+
+_OPS_OF_A_DROPOUT = (
+    (aten.mul.Tensor, 1),
+    (aten.div_.Scalar, 0),
+    (aten.bernoulli_.float, 0),
+    (aten.empty_like.default, 0),
+)
+"""From the last to the first, with the place of the argument that the one before makes."""
+
+
+def _dropout_of(product: fx.Node) -> tuple[fx.Node, float] | None:
+    """Return the input of the dropout whose last op is ``product``, and the probability to be kept; None if it is none."""
+    chain: list[Any] = [product]
+    for target, place in _OPS_OF_A_DROPOUT:
+        if chain[-1].target is not target:
+            return None
+        chain.append(chain[-1].args[place])
+    _, division, draw, empty, x = chain
+    alone = all(len(node.users) == 1 for node in (division, draw, empty))
+    _, probability = (*draw.args, 0.5)[:2]  # a trace leaves out what is the default
+    same = product.args[0] is x and division.args[1] == probability and empty.kwargs == {}
+    wide = product.meta["val"].dtype.itemsize > 1
+    return (x, probability) if alone and same and wide else None

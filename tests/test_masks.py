@@ -1,0 +1,132 @@
+"""Dropout masks of one byte an element, where memory is short: same numbers drawn, same bits, a quarter of the bytes."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxmem
+from fxmem.simulate import drop_all
+from tests.exactness import check, on_the_way
+
+PLANS = (drop_all, on_the_way)
+
+
+class Dropped(nn.Module):
+    """A linear layer and an op that drops some of its result."""
+
+    def __init__(self, drop: Any, memory_format: Any = torch.contiguous_format) -> None:
+        super().__init__()
+        self.scale, self.drop, self.memory_format = nn.Parameter(torch.randn(6, 4, 8)), drop, memory_format
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (x * self.scale).contiguous(memory_format=self.memory_format)
+        return self.drop(hidden).sin()
+
+
+class Attention(nn.Module):
+    """``scaled_dot_product_attention`` with learned projections."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.project, self.options = nn.Linear(8, 24), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        if self.options.get("enable_gqa"):
+            k, v = k[:, :1], v[:, :1]
+        return F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_dropout_gives_the_same_bits(p: float, dtype: torch.dtype, memory_format: Any) -> None:
+    x = torch.randn(3, 6, 4, 8, dtype=dtype)
+    x[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), -0.0, -float("inf")])
+    checked = check(lambda: Dropped(lambda h: F.dropout(h, p), memory_format).to(dtype), x, plans=PLANS)
+    assert any("with masks of bytes" in plan for plan in checked.peaks)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"attn_mask": torch.rand(5, 5) > 0.2},
+        {"attn_mask": torch.randn(5, 5)},
+        {"scale": 0.3, "enable_gqa": True},
+    ],
+    ids=["causal", "bools", "added", "grouped"],
+)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_attention_gives_the_same_bits(options: dict[str, Any], autocast: Any) -> None:
+    x = torch.randn(2, 5, 8)
+    checked = check(lambda: Attention(dropout_p=0.2, **options), x, autocast=autocast, plans=PLANS)
+    assert any("with masks of bytes" in plan for plan in checked.peaks)
+
+
+def test_autocast_inside_the_model_gives_the_same_bits() -> None:
+    class Inside(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                attended = super().forward(x)
+            return F.dropout(attended.float(), 0.3)
+
+    checked = check(lambda: Inside(dropout_p=0.2, is_causal=True), torch.randn(2, 5, 8), plans=PLANS)
+    assert any("with masks of bytes" in plan for plan in checked.peaks)
+
+
+def test_encoder_layers_give_the_same_bits() -> None:
+    checked = check(
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True), torch.randn(3, 5, 8), plans=PLANS
+    )
+    assert any("with masks of bytes" in plan for plan in checked.peaks)
+
+
+def test_masks_have_bytes_only_where_memory_is_short() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 64)).train()
+    x = torch.randn(128, 64)
+    plain = fxmem.optimize(model, x, optimizer=None)
+    assert "byte_dropout" not in plain.graph_module.code
+    assert "torch.dropout(" in plain.graph_module.code
+    short = fxmem.optimize(model, x, optimizer=None, budget=plain.report.predicted_peak_bytes - 1)
+    assert "byte_dropout" in short.graph_module.code
+    assert any("one byte" in note for note in short.report.notes)
+    assert not any("one byte" in note for note in plain.report.notes)
+    # The mask was 4 bytes an element; nothing else need be given up for so small a saving.
+    assert short.report.timeline.num_recomputed == 0
+
+
+@pytest.mark.parametrize("where", ["dropout", "aten.dropout.default", "1", lambda node: node.random])
+def test_a_call_that_the_policy_speaks_of_stays_as_it_is(where: Any) -> None:
+    layers = [nn.Linear(16, 64), nn.Dropout(0.1), nn.GELU(), nn.SiLU(), nn.GELU(), nn.Linear(64, 64)]
+    model, x = nn.Sequential(*layers).train(), torch.randn(128, 16)
+    eager_bytes = fxmem.optimize(model, x, optimizer=None).report.predicted_peak_bytes
+    optimized = fxmem.optimize(model, x, optimizer=None, budget=eager_bytes - 1, policy=[(where, "save")])
+    assert optimized.report.timeline.num_recomputed > 0
+    assert "byte_dropout" not in optimized.graph_module.code
+
+
+@pytest.mark.parametrize(
+    "drop", [nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout(1.0)]
+)
+def test_other_ways_to_drop_stay_as_they_are(drop: nn.Module) -> None:
+    checked = check(lambda: Dropped(drop), torch.randn(3, 6, 4, 8), plans=PLANS)
+    assert not any("with masks of bytes" in plan for plan in checked.peaks)
+
+
+def test_a_gradient_of_a_gradient_is_the_same() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.4), nn.Tanh(), nn.GELU(), nn.Linear(64, 64)).train()
+    x = torch.randn(64, 8, requires_grad=True)
+    eager_bytes = fxmem.optimize(model, x, optimizer=None).report.predicted_peak_bytes
+    optimized = fxmem.optimize(model, x, optimizer=None, budget=eager_bytes - 1)
+    assert "byte_dropout" in optimized.graph_module.code
+    found = []
+    for way in (model, optimized):
+        torch.manual_seed(3)
+        (grad,) = torch.autograd.grad(way(x).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), list(model.parameters()), allow_unused=True))
+    for theirs, ours in zip(*found, strict=True):
+        assert (theirs is None and ours is None) or torch.equal(theirs, ours)
