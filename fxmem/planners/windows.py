@@ -36,26 +36,39 @@ def rechoose(
     """Return the Pareto set of ``points`` and of what choosing at most ``num_windows`` neighbourhoods anew brings."""
     tables, found = tables_of(profile), pareto(points)
     low, high = found[-1].peak_bytes, found[0].peak_bytes
-    width = SMALL_WIDTH if len(tables.inputs) <= SMALL else WIDTH
-    windows, in_vain = neighbourhoods(tables, width), 0
+    windows = neighbourhoods(tables, SMALL_WIDTH if len(tables.inputs) <= SMALL else WIDTH)
+    in_vain = 0
     for share in BUDGET_SHARES:
         budget_bytes = round(low + share * (high - low))
-        most, at_first = (num_windows + 1) // 2, _at(found, budget_bytes)
-        num_windows -= most
-        before = None
-        while before != _at(found, budget_bytes):
-            before = _at(found, budget_bytes)
-            for window in _by_seconds(tables, before.plan.limits, windows):
-                if most == 0 or clock.over:
-                    break
-                most -= 1
-                limits = _rechosen(profile, _at(found, budget_bytes), budget_bytes, window, clock)
-                found = pareto((*found, *judge_all(profile, "windows", limits, clock)))
-        num_windows += most
-        in_vain = in_vain + 1 if before == at_first else 0
+        better, num_tried = _rechosen_at(profile, found, budget_bytes, windows, (num_windows + 1) // 2, clock)
+        num_windows -= num_tried
+        in_vain = in_vain + 1 if _at(better, budget_bytes) == _at(found, budget_bytes) else 0
+        found = better
         if in_vain == MOST_IN_VAIN:
             break
     return found
+
+
+def _rechosen_at(
+    profile: GraphProfile,
+    points: tuple[FrontierPoint, ...],
+    budget_bytes: int,
+    windows: list[frozenset[int]],
+    most_tried: int,
+    clock: Clock,
+) -> tuple[tuple[FrontierPoint, ...], int]:
+    """Return what going through the windows, until none helps at this budget any more, makes of ``points``; and how many
+    were tried."""
+    num_tried, before = 0, None
+    while before != _at(points, budget_bytes):
+        before = _at(points, budget_bytes)
+        for window in _by_seconds(tables_of(profile), before.plan.limits, windows):
+            if num_tried == most_tried or clock.over:
+                return points, num_tried
+            num_tried += 1
+            limits = _rechosen(profile, _at(points, budget_bytes), budget_bytes, window, clock)
+            points = pareto((*points, *judge_all(profile, "windows", limits, clock)))
+    return points, num_tried
 
 
 def _at(points: tuple[FrontierPoint, ...], budget_bytes: int) -> FrontierPoint:
