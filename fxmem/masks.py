@@ -2,7 +2,7 @@
 
 On the CPU a dropout draws zeros and ones into a tensor of its input's dtype, divides that by their probability, multiplies
 and saves the quotient: four bytes or more for one bit. In: a profiled graph. Out: the captured graph in which each call
-that does so, a dropout or an attention with one inside, saves what was drawn as booleans, and its backward makes the
+that does so, a dropout or an attention with one inside, saves what was drawn as bytes, and its backward makes the
 quotient again (Jain et al. 2018, Gist, keep the masks of ReLUs so). The generator gives the same numbers for either dtype
 and the same kernels go on from there, so the bits are the same. Whether a call does so is seen on fakes; those that draw
 in another way, as CUDA's kernels do, stay what they are, and so do dropouts in place.
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, probability: float) -> torch.Tensor:
-        drawn = torch.empty_like(x, dtype=torch.bool).bernoulli_(probability)
+        drawn = torch.empty_like(x, dtype=torch.int8).bernoulli_(probability)  # the CPU widens int8 faster than bool
         ctx.save_for_backward(drawn)
         ctx.probability = probability
         noise = _noise(drawn, probability, x.dtype)
@@ -48,8 +48,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _noise(drawn: torch.Tensor, probability: float, dtype: torch.dtype) -> torch.Tensor:
-    zero, one = torch.zeros((), dtype=dtype, device=drawn.device), torch.ones((), dtype=dtype, device=drawn.device)
-    return torch.where(drawn, one.div_(probability), zero)
+    return drawn.to(dtype).div_(probability)
 
 
 def kept_with(x: torch.Tensor, probability: float) -> torch.Tensor:
