@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.compare import EAGER_PEERS, Verdict, verdicts_of
+from benchmarks.frontier import PEERS
 from benchmarks.measure import Row
 from benchmarks.results_file import load_rows
 from benchmarks.ways import NOT_INSTALLABLE
@@ -148,6 +149,10 @@ def comparison_page() -> str:
             "of a thousand small layers the Python around each recomputation "
             f"({_recipe_ms():.2f} ms on the CPU, `python -m benchmarks.overhead`) costs more than the kernels.",
             "",
+            "How low each goes:",
+            "",
+            *_floors(),
+            "",
             "What could not be measured:",
             "",
             *absent,
@@ -155,6 +160,24 @@ def comparison_page() -> str:
             "",
         )
     )
+
+
+def _floors() -> list[str]:
+    """Return a table of the least measured peaks, and what it says."""
+    rows = json.loads((RESULTS / "frontier.json").read_text())["floors"]
+    ways = [*PEERS, "fxmem, measured"]
+    lines = [f"| least peak over eager's | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
+    for row in rows:
+        shares = ["" if row[way] is None else f"{row[way] / row['eager']:.3f}" for way in ways]
+        lines.append(f"| {row['model']} | {' | '.join(shares)} |")
+    lowest = sum(row["fxmem, measured"] <= min(row[way] for way in PEERS if row[way] is not None) for row in rows)
+    return [
+        *lines,
+        "",
+        f"The whole step's peak, measured (`python -m benchmarks.frontier --floors`): fxmem's is the lowest on {lowest} of "
+        f"{len(rows)} models. The compiler's partitioner is taken at the best of its budgets, checkpoint_sequential at the "
+        "best number of segments (an empty cell: the way does not apply, or failed), sqrt(n) is Chen's plan run by fxmem.",
+    ]
 
 
 def _totals(verdicts: list[Verdict]) -> list[str]:
