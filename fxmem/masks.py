@@ -29,6 +29,9 @@ from fxmem.types import NodeProfile
 
 aten = torch.ops.aten
 
+MOST_PARTS = 60
+"""An attention has about 30; what has many more (an RNN's time steps) runs faster whole."""
+
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
@@ -128,13 +131,14 @@ def _narrowed(profiled: Profiled, node: fx.Node, index: int) -> Callable[..., An
 
 
 def _parts(profiled: Profiled, node: fx.Node, index: int, region: Region) -> fx.GraphModule | None:
-    """Return the ops that the ``index``-th call consists of."""
+    """Return the few ops that the ``index``-th call consists of; None where they are many, or not to be seen."""
     views = dict(profiled.arguments[index])
-    if any(view.conj or view.neg for view in views.values()):
-        return None
     leaves, spec = tree_flatten((node.args, node.kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+    if places != sorted(views) or any(view.conj or view.neg for view in views.values()):
+        return None
     with FakeWorld().mode:
-        fakes = [_fake(views[place]) for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+        fakes = [_fake(views[place]) for place in places]
 
     def call(*tensors: torch.Tensor) -> Any:
         left = iter(tensors)
@@ -142,8 +146,13 @@ def _parts(profiled: Profiled, node: fx.Node, index: int, region: Region) -> fx.
         return op_of(node.target)(*args, **kwargs)
 
     autocast = profiled.captured.autocast
-    with autocast.enter() if autocast else nullcontext(), region.enter(), torch.enable_grad():
-        return make_fx(call)(*fakes)
+    try:
+        with autocast.enter() if autocast else nullcontext(), region.enter(), torch.enable_grad():
+            parts = make_fx(call)(*fakes)
+    except Exception:  # an op may refuse to be traced in any way; then it stays what it is
+        return None
+    *_, output = parts.graph.nodes
+    return parts if len(parts.graph.nodes) <= MOST_PARTS and isinstance(output.args[0], fx.Node) else None
 
 
 def _fake(view: View) -> torch.Tensor:

@@ -85,6 +85,13 @@ def test_encoder_layers_give_the_same_bits() -> None:
     assert any("with masks of bytes" in plan for plan in checked.peaks)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_stay_whole(kind: Any) -> None:
+    exact_peak = kind is not nn.LSTM  # oneDNN's workspace, which no fake shows
+    checked = check(lambda: kind(4, 4, 2, dropout=0.3), torch.randn(40, 2, 4), plans=PLANS, exact_peak=exact_peak)
+    assert not any("with masks of bytes" in plan for plan in checked.peaks)
+
+
 def test_masks_have_bytes_only_where_memory_is_short() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 64)).train()
     x = torch.randn(128, 64)
