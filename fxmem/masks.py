@@ -24,10 +24,11 @@ from fxmem.captured import Captured, with_unused_state
 from fxmem.fake import FakeWorld, made_outside
 from fxmem.profile import Profiled
 from fxmem.regions import Region, Scoped, op_of
-from fxmem.replay import View
+from fxmem.replay import Autocast, View
 from fxmem.types import NodeProfile
 
 aten = torch.ops.aten
+Target = Callable[..., Any]
 
 MOST_PARTS = 60
 """An attention has about 30; what has many more (an RNN's time steps) runs faster whole."""
@@ -89,20 +90,23 @@ def with_byte_masks(profiled: Profiled, stays_as_is: Callable[[NodeProfile], boo
     """
     captured, profile = profiled.captured, profiled.profile
     calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
-    targets = {}
+    known: dict[object, Target | None] = {}
+    targets: dict[fx.Node, Target | None] = {}
     for node, seen in zip(calls, profile.nodes, strict=True):
         saved = (profile.storages[s] for s in seen.saves)
         if seen.random and any(s.internal and s.creator == seen.index for s in saved) and not stays_as_is(seen):
-            target = _narrowed(profiled, node, seen.index)
-            if target is not None:
-                targets[node] = target
-    if not targets:
+            views = dict(profiled.arguments[seen.index])
+            call = _call_of(node, views)
+            if call not in known:
+                known[call] = _narrowed(node, views, captured.autocast)
+            targets[node] = known[call]
+    if not any(targets.values()):
         return captured
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in captured.graph_module.graph.nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
-        env[node].target = targets.get(node, node.target)
+        env[node].target = targets.get(node) or node.target
     graph.lint()
     module = fx.GraphModule(captured.graph_module, graph, class_name="Captured")
     return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
@@ -114,25 +118,37 @@ def num_byte_masks(captured: Captured) -> int:
     return sum(target is byte_dropout or isinstance(target, Composite) for target in targets)
 
 
-def _narrowed(profiled: Profiled, node: fx.Node, index: int) -> Callable[..., Any] | None:
-    """Return what does the same as the ``index``-th call with masks of bytes; None where that is no other."""
-    op, region = op_of(node.target), node.target.region if isinstance(node.target, Scoped) else Region()
+def _call_of(node: fx.Node, views: dict[int, View]) -> object:
+    """Return what calls that consist of the same ops have in common."""
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    described = [views[k]._replace(storage=0) if k in views else (type(leaf), leaf) for k, leaf in enumerate(leaves)]
+    return op_of(node.target), _region_of(node), str(spec), tuple(described)
+
+
+def _region_of(node: fx.Node) -> Region:
+    return node.target.region if isinstance(node.target, Scoped) else Region()
+
+
+def _narrowed(node: fx.Node, views: dict[int, View], autocast: Autocast | None) -> Target | None:
+    """Return what does the same as ``node`` with masks of bytes; None where that is no other.
+
+    ``views``: geometry of its tensor arguments, by place.
+    """
+    op, region = op_of(node.target), _region_of(node)
     if not isinstance(op, torch._ops.OpOverload):
         return None
-    parts = _parts(profiled, node, index, region)
+    parts = _parts(node, views, autocast)
     if parts is None or not _with_byte_masks(parts):
         return None
     target = byte_dropout if op is aten.dropout.default else Composite(op, parts)
-    autocast = profiled.captured.autocast
     device_type = autocast.device_type if autocast else region.autocast[0] if region.autocast else None
     if device_type is not None:  # the parts were seen below autocast
         region = replace(region, autocast=(device_type, None, False, None))
     return target if region == Region() else Scoped(target, region)
 
 
-def _parts(profiled: Profiled, node: fx.Node, index: int, region: Region) -> fx.GraphModule | None:
-    """Return the few ops that the ``index``-th call consists of; None where they are many, or not to be seen."""
-    views = dict(profiled.arguments[index])
+def _parts(node: fx.Node, views: dict[int, View], autocast: Autocast | None) -> fx.GraphModule | None:
+    """Return the few ops that ``node`` consists of; None where they are many, or not to be seen."""
     leaves, spec = tree_flatten((node.args, node.kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
     if places != sorted(views) or any(view.conj or view.neg for view in views.values()):
@@ -145,9 +161,8 @@ def _parts(profiled: Profiled, node: fx.Node, index: int, region: Region) -> fx.
         args, kwargs = tree_unflatten([next(left) if isinstance(x, fx.Node) else x for x in leaves], spec)
         return op_of(node.target)(*args, **kwargs)
 
-    autocast = profiled.captured.autocast
     try:
-        with autocast.enter() if autocast else nullcontext(), region.enter(), torch.enable_grad():
+        with autocast.enter() if autocast else nullcontext(), _region_of(node).enter(), torch.enable_grad():
             parts = make_fx(call)(*fakes)
     except Exception:  # an op may refuse to be traced in any way; then it stays what it is
         return None
