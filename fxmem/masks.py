@@ -4,8 +4,8 @@ On the CPU a dropout draws zeros and ones into a tensor of its input's dtype, di
 and saves the quotient: four bytes or more for one bit. In: a profiled graph. Out: the captured graph in which each call
 that does so, a dropout or an attention with one inside, saves what was drawn as bytes, and its backward makes the
 quotient again (Jain et al. 2018, Gist, keep the masks of ReLUs so). The generator gives the same numbers for either dtype
-and the same kernels go on from there, so the bits are the same. Whether a call does so is seen on fakes; those that draw
-in another way, as CUDA's kernels do, stay what they are, and so do dropouts in place.
+and the same kernels go on from there, so the bits are the same. Whether a call does so is seen on fakes. Only models that
+lie on the CPU are concerned: CUDA's masks have one byte. Dropouts in place stay what they are.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ def with_byte_masks(profiled: Profiled, stays_as_is: Callable[[NodeProfile], boo
     """
     captured, profile = profiled.captured, profiled.profile
     calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
+    if any(device.type != "cpu" for device in profiled.devices):
+        return captured
     known: dict[object, Target | None] = {}
     targets: dict[fx.Node, Target | None] = {}
     for node, seen in zip(calls, profile.nodes, strict=True):

@@ -1,5 +1,6 @@
 """Dropout masks of one byte an element, where memory is short: same numbers drawn, same bits, a quarter of the bytes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
+from fxmem.masks import with_byte_masks
 from fxmem.simulate import drop_all
 from tests.exactness import check, on_the_way
 
@@ -122,6 +124,13 @@ def test_a_call_that_the_policy_speaks_of_stays_as_it_is(where: Any) -> None:
 def test_other_ways_to_drop_stay_as_they_are(drop: nn.Module) -> None:
     checked = check(lambda: Dropped(drop), torch.randn(3, 6, 4, 8), plans=PLANS)
     assert not any("with masks of bytes" in plan for plan in checked.peaks)
+
+
+def test_models_on_other_devices_stay_as_they_are() -> None:
+    checked = check(lambda: Dropped(nn.Dropout(0.5)), torch.randn(3, 6, 4, 8), plans=PLANS)
+    assert with_byte_masks(checked.profiled, lambda node: False) is not checked.captured
+    elsewhere = replace(checked.profiled, devices=(torch.device("cpu"), torch.device("cuda", 0)))
+    assert with_byte_masks(elsewhere, lambda node: False) is checked.captured
 
 
 def test_a_gradient_of_a_gradient_is_the_same() -> None:
