@@ -141,11 +141,10 @@ def comparison_page() -> str:
             "",
             *_totals(verdicts),
             "",
-            "Why fxmem loses where it does. The compiler trains another graph: ops taken apart, dropout masks of one "
-            "byte an element (inductor draws them anew from a seed), and what lies inside a fused kernel is recomputed "
-            "for nothing. So its first savings are free, and with dropout on the CPU, where eager keeps four bytes for "
-            "each element of a mask, they are large; with dropout its masks, hence its gradients, are not eager's. "
-            "fxmem runs eager's own kernels, each of which goes over memory once more when it runs again. On a network "
+            "Why fxmem loses where it does. The compiler trains another graph: ops taken apart, dropout drawn anew from a "
+            "seed (inductor's masks, hence its gradients, are not eager's), and what lies inside a fused kernel is "
+            "recomputed for nothing. So its first savings are free. fxmem runs eager's own kernels, each of which goes "
+            "over memory once more when it runs again. On a network "
             "of a thousand small layers the Python around each recomputation "
             f"({_recipe_ms():.2f} ms on the CPU, `python -m benchmarks.overhead`) costs more than the kernels.",
             "",
