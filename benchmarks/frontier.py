@@ -38,7 +38,7 @@ from benchmarks.results_file import RESULTS, load_rows, machine
 from benchmarks.ways import COMPILE_BUDGETS, EAGER, Way
 from fxmem.capture import capture
 from fxmem.captured import Inputs
-from fxmem.pipeline import Settings, profiles_of
+from fxmem.pipeline import Settings, profile_as_captured
 from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.planners.bound import Relaxation
 from fxmem.planners.frontier import Clock
@@ -174,7 +174,7 @@ def profile_of(entry: Entry) -> GraphProfile:
         hardware=PRESETS["a100"],
         cache=False,
     )
-    return profiles_of(model, capture(model, inputs), inputs, settings)[0].profile
+    return profile_as_captured(model, capture(model, inputs), inputs, settings).profile
 
 
 def row_of(entry: Entry) -> Row:

@@ -26,7 +26,7 @@ from benchmarks import models
 from benchmarks.results_file import RESULTS, machine
 from fxmem.capture import capture
 from fxmem.captured import Inputs
-from fxmem.pipeline import Settings, profiles_of
+from fxmem.pipeline import Settings, profile_as_captured
 from fxmem.simulate import keep_all, simulate
 from fxmem.step import TrainingStep, run_step
 from fxmem.timing import PRESETS
@@ -141,7 +141,7 @@ def pairs(name: str) -> Pairs:
         model, (args, kwargs) = bench.build("gpu"), bench.batch("gpu")
     inputs = Inputs.of(args, kwargs)
     settings = Settings(None, TrainingStep(bench.loss), "auto", 1.0, PRESETS["v100"])
-    profile = profiles_of(model, capture(model, inputs), inputs, settings)[0].profile
+    profile = profile_as_captured(model, capture(model, inputs), inputs, settings).profile
     plan = pair_plan(profile)
     saved_bytes = sum(s.nbytes for s in profile.storages if s.num_saves)
     kept_bytes = sum(s.nbytes for s in profile.storages if s.num_saves and plan.limits[s.index] == KEEP)
@@ -167,7 +167,7 @@ def frozen() -> Frozen:
             module.eval().requires_grad_(False)
     inputs = Inputs.of((x,), {})
     settings = Settings(None, TrainingStep(), "auto", 1.0, PRESETS["v100"])
-    profile = profiles_of(model, capture(model, inputs), inputs, settings)[0].profile
+    profile = profile_as_captured(model, capture(model, inputs), inputs, settings).profile
     eager_bytes = fxmem.estimate(model, x, optimizer=None).peak_bytes
     return Frozen("resnet50", batch_size, eager_bytes, simulate(profile, keep_all(profile)).peak_bytes, 5.18, 2.88)
 

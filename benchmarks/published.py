@@ -33,7 +33,7 @@ from benchmarks.models import deep_resnet
 from benchmarks.results_file import RESULTS, machine
 from fxmem.capture import capture
 from fxmem.captured import Inputs
-from fxmem.pipeline import Settings, frontier_of, profiles_of
+from fxmem.pipeline import Settings, frontier_of, profile_as_captured
 from fxmem.planners import cheapest_within
 from fxmem.step import TrainingStep
 from fxmem.timing import PRESETS
@@ -251,7 +251,7 @@ def planned(network: Network, batch: int) -> Planned:
         hardware=PRESETS[network.card],
         cache=False,
     )
-    profile = profiles_of(model, capture(model, inputs), inputs, settings)[0].profile
+    profile = profile_as_captured(model, capture(model, inputs), inputs, settings).profile
     return Planned(profile, frontier_of(profile, settings), time.perf_counter() - start)
 
 

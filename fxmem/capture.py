@@ -31,7 +31,7 @@ from fxmem.faithful import check_faithful
 from fxmem.fake import attributes_restored, check_device, no_value_checks
 from fxmem.frozen import with_frozen_norms
 from fxmem.opaque import Opaque, kept_whole, opaque_call, replaced
-from fxmem.regions import Region, Scoped, op_of
+from fxmem.regions import Region, Scoped, forget_casts, op_of
 from fxmem.replay import Autocast
 from fxmem.structures import outputs_looked_into
 from fxmem.values import KnownValues, Read, answered
@@ -207,6 +207,8 @@ def _inline(
             inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
             bound = dict(zip(inputs, arguments, strict=True))
             env[node] = _inline(graph, body, model, bound, inner[0], attributes, opaques)
+            if region.autocast is None and inner[0].autocast is not None:
+                graph.call_function(forget_casts, (inner[0].autocast[0],))
         elif node.target is operator.getitem and not isinstance(fx.map_arg(node.args[0], read), fx.Node):
             env[node] = fx.map_arg(node.args[0], read)[node.args[1]]
         else:
@@ -226,7 +228,8 @@ def _inner_region(node: fx.Node, region: Region) -> tuple[Region, int] | None:
     if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
         return replace(region, grad_enabled=bool(node.args[0])), 1
     if node.target is torch.ops.higher_order.wrap_with_autocast:
-        return replace(region, autocast=cast(Any, tuple(node.args[:4]))), 4
+        device_type, dtype, enabled, _ = node.args[:4]  # torch.export switches the cache off, and notes that it is
+        return replace(region, autocast=cast(Any, (device_type, dtype, enabled, None))), 4
     return None
 
 

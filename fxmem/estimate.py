@@ -21,7 +21,7 @@ from fxmem.captured import Inputs
 from fxmem.cuda import Allocation, AllocatorPeaks
 from fxmem.errors import InputError
 from fxmem.fake import FakeWorld
-from fxmem.pipeline import Settings, frontier_of, profile_model, profiles_of
+from fxmem.pipeline import Settings, frontier_of, profile_as_captured, profile_model
 from fxmem.replay import Autocast
 from fxmem.report.text import unit_of
 from fxmem.simulate import keep_all, simulate
@@ -174,7 +174,7 @@ def estimate(
 
     with on_fakes():
         captured = capture(model, inputs, region)
-        profiled, _ = profiles_of(model, captured, inputs, replace(settings, inplace=False))
+        profiled = profile_as_captured(model, captured, inputs, replace(settings, inplace=False))
         planned_profile = profile_model(model, captured, inputs, settings).profile
         peak_bytes = eager_peak_bytes(
             model, captured, inputs, step, lambda *event: events.append(event), profiled.gradients

@@ -64,10 +64,11 @@ def frontier(
     policy: Sequence[Rule] = (),
     cache: bool = True,
 ) -> Frontier:
-    """Return the budgets at which the plan changes, falling, from keeping everything to the least peak reachable.
+    """Return the budgets at which the plan changes, falling, down to the least peak reachable.
 
-    Arguments are those of :func:`fxmem.optimize`; ``plan_seconds`` is the planner's CPU time. Peaks are planned,
-    not yet verified on the emitted module. Errors: ``InputError``, ``CaptureError``.
+    The first keeps everything, on the CPU with dropout masks of bytes. Arguments are those of :func:`fxmem.optimize`;
+    ``plan_seconds`` is the planner's CPU time. Peaks are planned, not yet verified on the emitted module. Errors:
+    ``InputError``, ``CaptureError``.
     """
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")

@@ -1,7 +1,7 @@
 """Dropout whose mask takes one byte an element, where eager's takes the input's own dtype.
 
 On the CPU a dropout draws zeros and ones into a tensor of its input's dtype, divides that by their probability, multiplies
-and saves the quotient: four bytes or more for one bit. In: a profiled graph. Out: the captured graph in which each call
+and saves the quotient: two to eight bytes for one bit. In: a profiled graph. Out: the captured graph in which each call
 that does so, a dropout or an attention with one inside, saves what was drawn as bytes, and its backward makes the
 quotient again (Jain et al. 2018, Gist, keep the masks of ReLUs so). The generator gives the same numbers for either dtype
 and the same kernels go on from there, so the bits are the same. Whether a call does so is seen on fakes. Only models that
@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._prims_common import make_contiguous_strides_for
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -41,13 +43,13 @@ class _Dropout(torch.autograd.Function):
         ctx.save_for_backward(drawn)
         ctx.probability = probability
         noise = _noise(drawn, probability, x.dtype)
-        return noise.mul_(x) if noise.stride() == x.stride() else x * noise
+        return noise.mul_(x) if _laid_out_alike(noise, x) else x * noise
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (drawn,) = ctx.saved_tensors
         noise = _noise(drawn, ctx.probability, grad.dtype)
-        in_place = noise.stride() == grad.stride() and not torch.is_grad_enabled()
+        in_place = not torch.is_grad_enabled() and _laid_out_alike(noise, grad)
         return noise.mul_(grad) if in_place else grad * noise, None
 
 
@@ -55,14 +57,24 @@ def _noise(drawn: torch.Tensor, probability: float, dtype: torch.dtype) -> torch
     return drawn.to(dtype).div_(probability)
 
 
+def _laid_out_alike(dense: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell for certain that the product of both, the first dense, would be laid out as the first is."""
+    if dense.stride() == other.stride() == make_contiguous_strides_for(dense.shape):
+        return True
+    places = sorted(zip(dense.stride(), other.stride(), strict=True), reverse=True)
+    strides = [stride for _, stride in places if stride]  # a kernel lets dimensions of stride 0 go by
+    falling = all(a > b for a, b in pairwise(strides))
+    return falling and 1 not in dense.shape and dense.shape == other.shape
+
+
 def kept_with(x: torch.Tensor, probability: float) -> torch.Tensor:
     """Return ``x`` with each element zero or, with this probability, divided by it; the mask saved has bytes."""
     return cast(torch.Tensor, _Dropout.apply(x, probability))  # type: ignore[no-untyped-call]
 
 
-def byte_dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+def byte_dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Return what ``aten.dropout`` returns for these arguments, 0 < p < 1 and ``train`` true; the mask saved has bytes."""
-    return kept_with(x, 1 - p)
+    return kept_with(input, 1 - p)
 
 
 class Composite:
@@ -80,7 +92,7 @@ class Composite:
         return self.parts(*[leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)])
 
     def __str__(self) -> str:
-        return str(self.op)
+        return self.__name__
 
 
 def with_byte_masks(profiled: Profiled, stays_as_is: Callable[[NodeProfile], bool]) -> Captured:
@@ -89,9 +101,9 @@ def with_byte_masks(profiled: Profiled, stays_as_is: Callable[[NodeProfile], boo
     ``stays_as_is``: calls to leave alone.
     """
     captured, profile = profiled.captured, profiled.profile
-    calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
     if any(device.type != "cpu" for device in profiled.devices):
         return captured
+    calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
     known: dict[object, Target | None] = {}
     targets: dict[fx.Node, Target | None] = {}
     for node, seen in zip(calls, profile.nodes, strict=True):
@@ -139,11 +151,13 @@ def _narrowed(node: fx.Node, views: dict[int, View], autocast: Autocast | None) 
     op, region = op_of(node.target), _region_of(node)
     if not isinstance(op, torch._ops.OpOverload):
         return None
+    device_type = autocast.device_type if autocast else region.autocast[0] if region.autocast else None
+    if device_type is not None and any(view.storage < 0 and view.requires_grad for view in views.values()):
+        return None  # autocast casts a leaf once for all its uses, so their gradients add up before they are cast back
     parts = _parts(node, views, autocast)
     if parts is None or not _with_byte_masks(parts):
         return None
     target = byte_dropout if op is aten.dropout.default else Composite(op, parts)
-    device_type = autocast.device_type if autocast else region.autocast[0] if region.autocast else None
     if device_type is not None:  # the parts were seen below autocast
         region = replace(region, autocast=(device_type, None, False, None))
     return target if region == Region() else Scoped(target, region)
@@ -173,7 +187,7 @@ def _parts(node: fx.Node, views: dict[int, View], autocast: Autocast | None) -> 
 
 
 def _fake(view: View) -> torch.Tensor:
-    fake = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
+    fake = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="cpu")
     return made_outside(fake) if view.requires_grad else fake
 
 

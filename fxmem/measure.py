@@ -20,12 +20,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fxmem import cache as disk
 from fxmem.profile import Profiled
+from fxmem.regions import Scoped
 from fxmem.replay import Autocast, NodeReplay, SavedInRerun, View, autocast_as_in_forward, leaves_of
 from fxmem.types import NodeProfile
 
@@ -168,7 +169,16 @@ def _name(node: NodeReplay, autocast: Autocast | None) -> str:
     places = {place for place, _ in node.refs}
     constants = [repr(leaf) for place, leaf in enumerate(node.leaves) if place not in places]
     views = [(place, str(v.dtype), v.size, v.stride, v.offset, v.requires_grad) for place, v in node.refs]
-    return f"{autocast} {node.target} {constants} {views}"
+    return f"{autocast} {_target_name(node.target)} {constants} {views}"
+
+
+def _target_name(target: Callable[..., Any]) -> str:
+    """Return a name that is the same in every process, where there is one."""
+    if isinstance(target, Scoped):
+        return f"{target.region} {_target_name(target.op)}"
+    if isinstance(target, torch._ops.OpOverload) or not hasattr(target, "__qualname__"):
+        return str(target)
+    return f"{getattr(target, '__module__', None)}.{target.__qualname__}"
 
 
 # -- one op ---------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from fxmem.report import Report, build_report
 from fxmem.report.text import place_of_tick
 from fxmem.rewrite import rewrite
 from fxmem.simulate import keep_all, simulate
-from fxmem.step import Gradients, TrainingStep
+from fxmem.step import TrainingStep
 from fxmem.timing import Hardware, hardware_for
 from fxmem.types import FrontierPoint, GraphProfile, Plan, Timeline, Verification
 from fxmem.verify import cuda_peaks, eager_peak_bytes, verify
@@ -78,7 +78,8 @@ def compile_model(
     """
     start = time.perf_counter()
     captured = captured or capture(model, inputs, autocast)
-    plain, profiled = profiles_of(model, captured, inputs, settings)
+    plain = profile_as_captured(model, captured, inputs, settings)
+    profiled = profile_for_short_memory(plain, model, inputs, settings)
     points = frontier_of(profiled.profile, settings)
     chosen = emit_if_all_fits(plain, inputs, settings) if plain is not profiled else None
     if chosen is not None:
@@ -107,27 +108,32 @@ def compile_model(
 
 def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
     """Return the profile that plans for short memory are made on, with times of the device or of the one asked for."""
-    return profiles_of(model, captured, inputs, settings)[1]
+    return profile_for_short_memory(profile_as_captured(model, captured, inputs, settings), model, inputs, settings)
 
 
-def profiles_of(
-    model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings
-) -> tuple[Profiled, Profiled]:
-    """Return the profiles of the graph for memory that suffices and of that for short memory; often they are one."""
+def profile_as_captured(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
+    """Return the profile of ``captured``, in place where that is safe."""
     hardware = settings.hardware or _hardware_of(model)
+    profiled = profile(captured, inputs, hardware.seconds, settings.step)
+    decisions = decide(profiled) if settings.inplace else ()
+    if any(not decision.why_not for decision in decisions):
+        captured = in_place(captured, decisions)
+        profiled = profile(captured, inputs, hardware.seconds, settings.step, profiled.gradients)
+    profiled = replace(profiled, inplace=decisions)
+    return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
 
-    def profiled(graph: Captured, gradients: Gradients | None) -> Profiled:
-        found = profile(graph, inputs, hardware.seconds, settings.step, gradients)
-        decisions = decide(found) if settings.inplace else ()
-        if any(not decision.why_not for decision in decisions):
-            graph = in_place(graph, decisions)
-            found = profile(graph, inputs, hardware.seconds, settings.step, found.gradients)
-        found = replace(found, inplace=decisions)
-        return with_measured_times(found, cache=settings.cache) if settings.measure else found
 
-    plain = profiled(captured, None)
-    narrow = with_byte_masks(plain, lambda node: any(matches(where, node) for where, _ in settings.policy))
-    return plain, plain if narrow is plain.captured else profiled(narrow, plain.gradients)
+def profile_for_short_memory(
+    profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings
+) -> Profiled:
+    """Return the profile of the same graph with dropout masks of bytes; the very same object if it has no others."""
+    narrow = with_byte_masks(profiled, lambda node: any(matches(where, node) for where, _ in settings.policy))
+    if narrow is profiled.captured:
+        return profiled
+    hardware = settings.hardware or _hardware_of(model)
+    found = profile(narrow, inputs, hardware.seconds, settings.step, profiled.gradients)
+    found = replace(found, inplace=profiled.inplace)
+    return with_measured_times(found, cache=settings.cache) if settings.measure else found
 
 
 def _keep_all(graph_profile: GraphProfile) -> FrontierPoint:
@@ -159,7 +165,8 @@ class Emitted:
 
 def emit_if_all_fits(profiled: Profiled, inputs: Inputs, settings: Settings) -> Emitted | None:
     """Emit the plan that keeps all the policy lets; None where its peak exceeds the budget."""
-    point = frontier_of(profiled.profile, replace(settings, planner="chen"))[0]
+    constrained, recomputed = constrain(profiled.profile, settings.policy)
+    point = pareto(enforce(constrained, [_keep_all(profiled.profile)], recomputed))[0]
     most_bytes = math.inf if settings.budget_bytes is None else settings.budget_bytes
     if point.peak_bytes > most_bytes:
         return None

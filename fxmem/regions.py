@@ -49,6 +49,12 @@ class Scoped:
         return str(self.op)
 
 
+def forget_casts(device_type: str) -> None:
+    """Do what leaving an outermost autocast region does: a leaf's cast serves one region."""
+    if not torch.is_autocast_enabled(device_type):
+        torch.clear_autocast_cache()
+
+
 def op_of(target: Any) -> Any:
     """Return the op a node calls, whatever region it is in."""
     return target.op if isinstance(target, Scoped) else target

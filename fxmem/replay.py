@@ -225,7 +225,7 @@ def autocast_as_in_forward(
         return nullcontext()
     stack = ExitStack()
     for device_type in enabled:
-        stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch.autocast(device_type, enabled=False, cache_enabled=False))
     return stack
 
 

@@ -15,7 +15,7 @@ from fxmem.module import OptimizedModule
 from fxmem.track import StorageTracker
 from tests.exactness import same_bits
 
-ROWS, WIDTH = 4, 8
+ROWS, WIDTH = 32, 8
 
 
 class Block(nn.Module):

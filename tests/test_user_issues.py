@@ -369,6 +369,26 @@ def test_distributed_data_parallel_around_an_optimized_model(issue: str, build: 
 # -- autocast ----------------------------------------------------------------------------------------------------------
 
 
+class SharedInRegions(nn.Module):
+    """One layer used several times in an autocast region and once in the next: each region casts its weight once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for num_uses in (3, 1):
+            with torch.autocast("cpu", torch.bfloat16):
+                for _ in range(num_uses):
+                    x = self.layer(x).sin()
+        return x.float()
+
+
+def test_a_region_casts_a_shared_weight_once_as_eager_does() -> None:
+    # Gradients of all uses in a region add up in bfloat16. Peaks: a cast at hand is planned for, but not made again.
+    check(SharedInRegions, torch.randn(4, 8), exact_peak=False)
+
+
 def test_pytorch_141896_recompute_runs_under_the_forwards_autocast() -> None:
     check(stack(*[lambda: Layer(nn.LayerNorm, 0.1)] * 3), batch(), plans=HARD, autocast=torch.bfloat16)
 
