@@ -63,9 +63,10 @@ def pair(make: Callable[[], nn.Module] = Net, batch: Tensor | None = None) -> tu
     eager = make()
     torch.manual_seed(0)
     model = make()
+    options: dict[str, Any] = {"optimizer": None, "loss_fn": loss_of, "planner": "intervals"}
     with pytest.raises(fxmem.InfeasibleBudgetError) as info:
-        fxmem.optimize(model, x, budget=1, optimizer=None, loss_fn=loss_of)
-    optimized = fxmem.optimize(model, x, budget=info.value.least_bytes, optimizer=None, loss_fn=loss_of)
+        fxmem.optimize(model, x, budget=1, **options)
+    optimized = fxmem.optimize(model, x, budget=info.value.least_bytes, **options)
     assert optimized.plan.dropped
     return eager, optimized, x
 
