@@ -59,8 +59,8 @@ def _noise(drawn: torch.Tensor, probability: float, dtype: torch.dtype) -> torch
 
 def _laid_out_alike(dense: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell for certain that the product of both, the first dense, would be laid out as the first is."""
-    if dense.stride() == other.stride() == make_contiguous_strides_for(dense.shape):
-        return True
+    if dense.stride() == other.stride():
+        return 1 not in dense.shape or dense.stride() == make_contiguous_strides_for(dense.shape)
     places = sorted(zip(dense.stride(), other.stride(), strict=True), reverse=True)
     strides = [stride for _, stride in places if stride]  # a kernel lets dimensions of stride 0 go by
     falling = all(a > b for a, b in pairwise(strides))
@@ -84,12 +84,12 @@ class Composite:
     """
 
     def __init__(self, op: torch._ops.OpOverload, parts: fx.GraphModule) -> None:
-        self.op, self.parts = op, parts
+        self.parts = parts
         self.__name__ = self.__qualname__ = f"{op._schema.name.partition('::')[2]}_with_byte_masks"
         self.__module__ = __name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parts(*[leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)])
+        return self.parts(*[value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
 
     def __str__(self) -> str:
         return self.__name__
@@ -167,6 +167,8 @@ def _parts(node: fx.Node, views: dict[int, View], autocast: Autocast | None) -> 
     """Return the few ops that ``node`` consists of; None where they are many, or not to be seen."""
     leaves, spec = tree_flatten((node.args, node.kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+    if len(leaves) != len(node.args) + len(node.kwargs):  # lists of tensors: no such op is known to drop out
+        return None
     if places != sorted(views) or any(view.conj or view.neg for view in views.values()):
         return None
     with FakeWorld().mode:
