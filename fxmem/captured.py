@@ -95,7 +95,7 @@ class Captured:
         return tree_unflatten(list(leaves), self.out_spec)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the context of a whole forward: with autocast regions inside, one cast of a weight serves them all."""
+        """Return the context of a whole forward: inside, an op's own autocast region forgets no casts."""
         device_type = self.autocast_device
         if device_type is None:
             return nullcontext()

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fxmem.captured import Captured, with_unused_state
 from fxmem.fake import FakeWorld, made_outside
 from fxmem.profile import Profiled
-from fxmem.regions import Region, Scoped, op_of
+from fxmem.regions import Region, Scoped, op_of, region_of
 from fxmem.replay import Autocast, View
 from fxmem.types import NodeProfile
 
@@ -136,11 +136,7 @@ def _call_of(node: fx.Node, views: dict[int, View]) -> object:
     """Return what calls that consist of the same ops have in common."""
     leaves, spec = tree_flatten((node.args, node.kwargs))
     described = [views[k]._replace(storage=0) if k in views else (type(leaf), leaf) for k, leaf in enumerate(leaves)]
-    return op_of(node.target), _region_of(node), str(spec), tuple(described)
-
-
-def _region_of(node: fx.Node) -> Region:
-    return node.target.region if isinstance(node.target, Scoped) else Region()
+    return op_of(node.target), region_of(node.target), str(spec), tuple(described)
 
 
 def _narrowed(node: fx.Node, views: dict[int, View], autocast: Autocast | None) -> Target | None:
@@ -148,7 +144,7 @@ def _narrowed(node: fx.Node, views: dict[int, View], autocast: Autocast | None) 
 
     ``views``: geometry of its tensor arguments, by place.
     """
-    op, region = op_of(node.target), _region_of(node)
+    op, region = op_of(node.target), region_of(node.target)
     if not isinstance(op, torch._ops.OpOverload):
         return None
     device_type = autocast.device_type if autocast else region.autocast[0] if region.autocast else None
@@ -180,7 +176,7 @@ def _parts(node: fx.Node, views: dict[int, View], autocast: Autocast | None) -> 
         return op_of(node.target)(*args, **kwargs)
 
     try:
-        with autocast.enter() if autocast else nullcontext(), _region_of(node).enter(), torch.enable_grad():
+        with autocast.enter() if autocast else nullcontext(), region_of(node.target).enter(), torch.enable_grad():
             parts = make_fx(call)(*fakes)
     except Exception:  # an op may refuse to be traced in any way; then it stays what it is
         return None

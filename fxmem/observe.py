@@ -92,7 +92,7 @@ def observe(
     Errors: ``ProfileError`` naming the node that cannot run on fakes.
     """
     observation = _Observer(captured, inputs, world).run(step, gradients)
-    if captured.autocast is not None:
+    if captured.autocast is not None or captured.autocast_device is not None:
         _note_cached(observation, _Observer(captured, inputs, FakeWorld(inputs.leaves), discard=True), step)
     return observation
 

@@ -18,7 +18,7 @@ from fxmem.bindings import callable_of
 from fxmem.captured import Captured, Inputs, source_of
 from fxmem.fake import FakeWorld
 from fxmem.observe import NodeObservation, Observation, observe
-from fxmem.regions import op_of, op_text
+from fxmem.regions import op_of, op_text, region_of
 from fxmem.replay import NodeReplay, Replay, SavedInRerun, View, autocast_as_in_forward
 from fxmem.step import BARE, Gradients, TrainingStep, usual_gradients
 from fxmem.ticks import managed_storages, ticks_of
@@ -235,6 +235,9 @@ class _Builder:
         """Why storages may not be dropped, for reasons that lie in the storage itself."""
         reasons = dict.fromkeys(held_elsewhere, "held by something other than autograd")
         reasons.update(dict.fromkeys((s for s in self.seen.outputs if s in self.index), "an output of the model"))
+        for s in self.managed:  # only from autocast's cache do nodes save what an earlier one made inside
+            if self._is_internal(s) and s not in self.seen.nodes[self.creator[s]].saves:
+                reasons[s] = "a parameter's cast, saved only by later nodes than the one that makes it"
         return reasons
 
     def _recipes(self, reasons: dict[int, str]) -> list[tuple[int, ...]]:
@@ -305,6 +308,7 @@ class _Builder:
             outputs=tuple((place, self._view(view)) for place, view in outputs),
             internals=tuple(i if i in created else -1 for i in self._internals(node)),
             random=node.random,
+            casts=self.captured.autocast is not None or region_of(node.node.target).autocast is not None,
         )
 
     def _measure(self, replays: list[Replay]) -> list[tuple[int, int]]:

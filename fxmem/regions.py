@@ -60,6 +60,11 @@ def op_of(target: Any) -> Any:
     return target.op if isinstance(target, Scoped) else target
 
 
+def region_of(target: Any) -> Region:
+    """Return the region a node's call enters for itself."""
+    return target.region if isinstance(target, Scoped) else Region()
+
+
 def op_text(target: Any) -> str:
     """Return the name of the op a node calls: ``aten.relu.default``; of a function, its own."""
     op = op_of(target)

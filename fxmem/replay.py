@@ -8,18 +8,19 @@ NOTE [Same bits on a re-run]
    the original ``requires_grad``, in grad mode, with saved tensors discarded (or captured, for internals).
 2. Geometry that comes out is checked against the recorded one (strides of size-1 dimensions do not matter).
 3. Random ops run from the generator states of the forward; the generators are put back afterwards.
-4. Autocast is entered as in the forward, without its cache: the same casts, but none that outlives the re-run.
+4. Autocast is entered as in the forward. It casts a leaf once for all its uses in a node; a cast does not outlive the
+   re-run of its node, whatever was at hand in the forward.
 5. Batch statistics are computed from the batch, so ``batch_norm`` and ``instance_norm`` re-run without their running
    statistics: these are updated once, by the forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -98,8 +99,15 @@ class Autocast:
     device_type: str
     dtype: torch.dtype
 
-    def enter(self, *, cache_enabled: bool = True) -> torch.autocast:
-        return torch.autocast(self.device_type, self.dtype, cache_enabled=cache_enabled)
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Enter a region of its own, even inside another one: with no leaf's cast at hand, and leaving none behind."""
+        torch.clear_autocast_cache()
+        try:
+            with torch.autocast(self.device_type, self.dtype):
+                yield
+        finally:
+            torch.clear_autocast_cache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,8 @@ class NodeReplay:
     """Storages of its fresh internals, in the order in which autograd saves them first; -1 for one that an earlier node
     made (a cast weight in autocast's cache) and a re-run makes anew."""
     random: bool
+    casts: bool
+    """It runs under autocast."""
     call: Callable[[list[torch.Tensor]], Any] = field(init=False, repr=False, compare=False)
     """Calls the target on the tensors of ``refs``."""
 
@@ -143,14 +153,20 @@ class NodeReplay:
                 if isinstance(leaf, torch.Tensor):
                     fresh.pop(leaf.untyped_storage()._cdata, None)
             self._keep_internals(bases, fresh)
+        if self.casts:
+            torch.clear_autocast_cache()
 
     def argument(self, view: View, bases: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Return the tensor of this geometry, requiring grad as in the forward."""
+        """Return the tensor of this geometry, requiring grad as in the forward, and under autocast a leaf or none."""
         tensor = view.on(bases[view.storage])
         if not view.requires_grad:
             return tensor
-        tensor.requires_grad_()
-        return _NonLeaf.apply(tensor) if view.storage in self.writes else tensor  # type: ignore[no-untyped-call]
+        if view.storage in self.writes:
+            return cast(torch.Tensor, _NonLeaf.apply(tensor.requires_grad_()))  # type: ignore[no-untyped-call]
+        if not self.casts:
+            return tensor.requires_grad_()
+        leaf = tensor.detach().requires_grad_()
+        return leaf if view.storage < 0 else leaf.view_as(leaf)
 
     def _keep_internals(self, bases: dict[int, torch.Tensor], fresh: dict[int, torch.Tensor]) -> None:
         if self.internals and len(fresh) != len(self.internals):
@@ -219,13 +235,13 @@ def autocast_as_in_forward(
     A backward may run inside the user's autocast region; a graph planned without autocast re-runs without.
     """
     if autocast is not None:
-        return autocast.enter(cache_enabled=False)
+        return autocast.enter()
     enabled = {device.type for device in devices if torch.is_autocast_enabled(device.type)}
     if not enabled:
         return nullcontext()
     stack = ExitStack()
     for device_type in enabled:
-        stack.enter_context(torch.autocast(device_type, enabled=False, cache_enabled=False))
+        stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
 
 

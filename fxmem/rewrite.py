@@ -113,6 +113,7 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
     tapes = {}
     for node in profile.nodes:
         hooked = any(s in live.dropped for s in node.saves)
+        given = {view.storage for _, view in profiled.arguments[node.index]}
         if hooked or node.index in holds or node.index in replayed:
             tapes[node.index] = NodeTape(
                 index=node.index,
@@ -122,7 +123,7 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
                 arguments=profiled.arguments[node.index],
                 outputs=tuple((p, v) for p, v in profiled.outputs[node.index] if v.storage >= 0),
                 internals=profiled.internals[node.index],
-                drops_fresh=any(s in live.dropped for s in node.saves if profile.storages[s].creator == node.index),
+                drops_fresh=any(s in live.dropped and s not in given for s in node.saves),
                 holds=tuple(_hold(profiled, node.index, s) for s in sorted(holds.get(node.index, ()))),
                 connects=tuple(connects.get(node.index, ())),
                 frees=tuple(frees.get(node.index, ())),

@@ -59,7 +59,7 @@ class NodeTape:
     internals: tuple[int, ...]
     """Managed storages of what autograd saves beside arguments and outputs, in order of first appearance."""
     drops_fresh: bool
-    """The plan drops outputs or internals that are saved here."""
+    """The plan drops something that is saved here and is none of the arguments."""
     holds: tuple[tuple[bool, int, int], ...]
     """(from outputs, place, storage): kept storages, final after this node, that a recomputation reads."""
     connects: tuple[int, ...]
