@@ -118,7 +118,7 @@ def profile_as_captured(model: torch.nn.Module, captured: Captured, inputs: Inpu
     decisions = decide(profiled) if settings.inplace else ()
     if any(not decision.why_not for decision in decisions):
         captured = in_place(captured, decisions)
-        profiled = profile(captured, inputs, hardware.seconds, settings.step, profiled.gradients)
+        profiled = profile(captured, inputs, hardware.seconds, settings.step, profiled)
     profiled = replace(profiled, inplace=decisions)
     return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
 
@@ -131,7 +131,7 @@ def profile_for_short_memory(
     if narrow is profiled.captured:
         return profiled
     hardware = settings.hardware or _hardware_of(model)
-    found = profile(narrow, inputs, hardware.seconds, settings.step, profiled.gradients)
+    found = profile(narrow, inputs, hardware.seconds, settings.step, profiled)
     found = replace(found, inplace=profiled.inplace)
     return with_measured_times(found, cache=settings.cache) if settings.measure else found
 

@@ -57,6 +57,8 @@ class Profiled:
     """Devices the graph's tensors lie on."""
     gradients: Gradients | None
     """What the backward leaves on the model's parameters; None if that cannot be told one by one."""
+    rerun_peaks: dict[object, tuple[int, int]]
+    """Peak bytes of re-runs above their start, without and with capture, by what is run on what geometry."""
     inplace: tuple[InplaceDecision, ...] = ()
     """What was decided of each op that has an in-place form."""
 
@@ -66,15 +68,15 @@ def profile(
     inputs: Inputs,
     timer: NodeTimer,
     step: TrainingStep = BARE,
-    gradients: Gradients | None = None,
+    earlier: Profiled | None = None,
 ) -> Profiled:
     """Return the profile of the training step of ``captured`` at the signature of ``inputs``.
 
-    ``timer`` gives seconds for (FLOPs, bytes moved). ``gradients``: what the backward leaves on parameters, if it is
-    known from another graph of the same model. Errors: ``ProfileError``.
+    ``timer`` gives seconds for (FLOPs, bytes moved). ``earlier``: a profile of another graph of the same model, of which
+    what the backward leaves on parameters and the peaks of equal re-runs are taken. Errors: ``ProfileError``.
     """
-    observation, world = _observed(captured, inputs, step, gradients)
-    return _Builder(captured, observation, timer, world).build()
+    observation, world = _observed(captured, inputs, step, None if earlier is None else earlier.gradients)
+    return _Builder(captured, observation, timer, world, {} if earlier is None else dict(earlier.rerun_peaks)).build()
 
 
 def _observed(
@@ -99,8 +101,16 @@ def _observed(
 class _Builder:
     """Turns serials into managed indices and events into ticks."""
 
-    def __init__(self, captured: Captured, seen: Observation, timer: NodeTimer, world: FakeWorld) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        seen: Observation,
+        timer: NodeTimer,
+        world: FakeWorld,
+        rerun_peaks: dict[object, tuple[int, int]],
+    ) -> None:
         self.captured, self.seen, self.timer, self.world = captured, seen, timer, world
+        self.rerun_peaks = rerun_peaks
         self.nbytes = {e.key: e.nbytes for e in seen.events if e.kind == "alloc"}
         self.managed = managed_storages(seen)
         self.index = {serial: i for i, serial in enumerate(self.managed)}
@@ -115,9 +125,10 @@ class _Builder:
 
     def build(self) -> Profiled:
         ticks, held_elsewhere = ticks_of(self.seen, self.index)
-        reasons = self._reasons(held_elsewhere)
+        never_made_anew = self._never_made_anew()
+        reasons = dict.fromkeys(held_elsewhere, "held by something other than autograd") | never_made_anew
         groups = self._recipes(reasons)
-        replays = [self._replay(nodes) for nodes in groups]
+        replays = [self._replay(nodes, never_made_anew) for nodes in groups]
         measured = self._measure(replays)
         recipe_of = {p: r for r, replay in enumerate(replays) for p in replay.products}
         saves = Counter(s for node in self.seen.nodes for s in node.saves)
@@ -166,6 +177,7 @@ class _Builder:
             last_writer=tuple(self.writers[serial][-1] for serial in self.managed),
             devices=self.devices,
             gradients=self.seen.left,
+            rerun_peaks=self.rerun_peaks,
         )
 
     # -- naming ---------------------------------------------------------------------------------------------------------
@@ -231,10 +243,9 @@ class _Builder:
                 return f"{node.node.name} reads a value that is overwritten later"
         return ""
 
-    def _reasons(self, held_elsewhere: frozenset[int]) -> dict[int, str]:
-        """Why storages may not be dropped, for reasons that lie in the storage itself."""
-        reasons = dict.fromkeys(held_elsewhere, "held by something other than autograd")
-        reasons.update(dict.fromkeys((s for s in self.seen.outputs if s in self.index), "an output of the model"))
+    def _never_made_anew(self) -> dict[int, str]:
+        """Why storages, by serial, are no products of a recipe."""
+        reasons = dict.fromkeys((s for s in self.seen.outputs if s in self.index), "an output of the model")
         for s in self.managed:  # only from autocast's cache do nodes save what an earlier one made inside
             if self._is_internal(s) and s not in self.seen.nodes[self.creator[s]].saves:
                 reasons[s] = "a parameter's cast, saved only by later nodes than the one that makes it"
@@ -279,9 +290,8 @@ class _Builder:
         reads = [v.storage for k in nodes for _, v, _ in self.seen.nodes[k].reads]
         return tuple(dict.fromkeys(self.index[s] for s in reads if s in self.index and s not in own))
 
-    def _replay(self, nodes: tuple[int, ...]) -> Replay:
-        reasons = self._reasons(frozenset())
-        products = tuple(self.index[s] for s in self._made(nodes) if s not in reasons)
+    def _replay(self, nodes: tuple[int, ...], never_made_anew: dict[int, str]) -> Replay:
+        products = tuple(self.index[s] for s in self._made(nodes) if s not in never_made_anew)
         own = {self.index[s] for s in self._made(nodes)}
         return Replay(tuple(self._node_replay(k, own) for k in nodes), products, self.captured.autocast)
 
@@ -313,14 +323,15 @@ class _Builder:
 
     def _measure(self, replays: list[Replay]) -> list[tuple[int, int]]:
         """Return, for each replay, its peak bytes above the start without and with capture, seen on fakes."""
-        memo: dict[object, tuple[int, int]] = {}
-        results = []
+        peaks, results = self.rerun_peaks, []
         with self.world.active():
             for replay in replays:
                 key = _signature(replay)
-                if key not in memo:
-                    memo[key] = (self._peak(replay, capture=False), self._peak(replay, capture=True))
-                results.append(memo[key])
+                if key not in peaks:
+                    alone = self._peak(replay, capture=False)
+                    captures = any(node.internals for node in replay.nodes)
+                    peaks[key] = (alone, self._peak(replay, capture=True) if captures else alone)
+                results.append(peaks[key])
         return results
 
     def _peak(self, replay: Replay, *, capture: bool) -> int:
