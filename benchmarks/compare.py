@@ -185,6 +185,8 @@ def _measure_into(sender: Connection, name: str, scale: str, ways: list[Way], se
     device = "cuda" if scale == "gpu" else "cpu"
     torch.set_num_threads(1)
     os.environ["FXMEM_CACHE_DIR"] = cache
+    if device == "cuda":  # else eager's own gradients differ from step to step
+        torch.use_deterministic_algorithms(True, warn_only=True)
     for row in measure(name, scale, ways, seconds, device):
         sender.send(row)
 

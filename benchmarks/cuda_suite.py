@@ -1,7 +1,8 @@
 """The comparison on a GPU, within eight minutes a call: ``python -m benchmarks.cuda_suite``.
 
-The same measurements as on CPU at full-size models, with the caching allocator's ``max_memory_allocated`` as the measured
-peak beside the prediction and ``max_memory_reserved`` in the allocator's column. Results go to
+The same measurements as on CPU at full-size models, under deterministic algorithms, with the bytes asked of the caching
+allocator as the measured peak beside the prediction and reserved bytes in the allocator's column (NOTE [What is
+measured], 2). Results go to
 ``benchmarks/results/compare_gpu.json``; another call takes up where the last one stopped. Without a GPU it says so and
 measures nothing.
 """

@@ -6,9 +6,10 @@ NOTE [What is measured]
 
 1. The step is fxmem's own definition (NOTE [The training step] in fxmem/step.py) with plain SGD: forward, loss, backward,
    update, gradients set to None. Peaks count parameters, buffers, gradients and batch.
-2. ``peak_bytes``: live storages seen by the dispatcher (CPU) or the caching allocator's maximum (CUDA).
-   ``allocator_peak_bytes``: the same step seen by torch's profiler at the CPU allocator, scratch inside kernels
-   included: an independent second opinion. The tracker stays on inside code that the partitioner alone compiled;
+2. ``peak_bytes``: live storages seen by the dispatcher (CPU), or what the step's own tensors have and the bytes asked of
+   the caching allocator at most meanwhile, not rounded to its blocks (CUDA; ``allocator_peak_bytes`` is of reserved ones).
+   On the CPU ``allocator_peak_bytes`` is the same step seen by torch's profiler at the CPU allocator, scratch inside
+   kernels included: an independent second opinion. The tracker stays on inside code that the partitioner alone compiled;
    inductor's kernels bypass the dispatcher, there the profiler's figure is the only one and stands in both places.
 3. Time is CPU time of the process on CPU, so that neighbours on the machine count little, and wall time between
    synchronizations on CUDA. Ratios are taken pair by pair, in alternating order; median and quartiles are kept.
@@ -237,9 +238,19 @@ def peak_of(racer: Racer) -> Peak:
     gc.collect()
     holders = (racer.contender.module, racer.optimizer, racer.batch)
     if next(racer.contender.module.parameters()).is_cuda:
-        with fxmem.track(*holders) as memory:
-            racer.step()
-        return Peak(memory.peak_bytes, torch.cuda.max_memory_reserved(), 0)
+        held_bytes = StorageTracker().hold(tensors_of(holders))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_stats()
+        racer.step()
+        torch.cuda.synchronize()
+        end = torch.cuda.memory_stats()
+        requested, reserved = (
+            held_bytes + end[f"{name}.all.peak"] - start[f"{name}.all.current"]
+            for name in ("requested_bytes", "reserved_bytes")
+        )
+        return Peak(requested, reserved, 0)
     flops = 0
 
     def count(func: Any, args: Any, kwargs: Any, output: Any) -> None:

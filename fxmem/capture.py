@@ -31,10 +31,13 @@ from fxmem.faithful import check_faithful
 from fxmem.fake import attributes_restored, check_device, no_value_checks
 from fxmem.frozen import with_frozen_norms
 from fxmem.opaque import Opaque, kept_whole, opaque_call, replaced
-from fxmem.regions import Region, Scoped, forget_casts, op_of
+from fxmem.regions import Region, Scoped, forget_casts, op_of, region_of
 from fxmem.replay import Autocast
 from fxmem.structures import outputs_looked_into
+from fxmem.switches import AttentionSwitches, Switches, differing
 from fxmem.values import KnownValues, Read, answered
+
+aten = torch.ops.aten
 
 
 def _autocast_device(graph_module: fx.GraphModule) -> str | None:
@@ -60,7 +63,7 @@ def capture(
             check_device(tensor.device)
     try:
         with attributes_restored(model), kept_whole(model) as opaques:
-            module, reads = _exported(model, inputs, autocast, dynamic)
+            module, reads, attentions = _exported(model, inputs, autocast, dynamic)
     except CaptureError:
         raise
     except Exception as error:
@@ -68,10 +71,13 @@ def capture(
             f"{type(model).__name__} could not be captured by torch.export{_raised_in(error, model)}: {_cause(error)}"
         ) from error
     assert module._out_spec is not None
-    graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
+    flat = _flat(module, model, opaques)
+    _give_switches(flat, attentions, model)
+    graph_module = with_frozen_norms(with_unused_state(flat, model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
     captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device, reads)
     _check_scalars(model, captured)
+    _check_recurrent(model, captured)
     _check_dynamic(model, captured)
     check_faithful(model, captured, inputs)
     return captured
@@ -79,20 +85,29 @@ def capture(
 
 def _exported(
     model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims
-) -> tuple[fx.GraphModule, tuple[Read, ...]]:
+) -> tuple[fx.GraphModule, tuple[Read, ...], list[Switches]]:
     """Export ``model`` along the branches it takes in eager mode; if these cannot be exported, along its own for export.
 
-    Returned with it: what the model read of the inputs' values on its way.
+    Returned with it: what the model read of the inputs' values on its way, and the switches of each attention.
     """
     args, kwargs = inputs.call()
     shapes = _dynamic_shapes(model, inputs, dynamic)
 
-    def export(values: KnownValues | None) -> tuple[fx.GraphModule, tuple[Read, ...]]:
-        region = autocast.enter() if autocast else nullcontext()
+    def export(values: KnownValues | None) -> tuple[fx.GraphModule, tuple[Read, ...], list[Switches]]:
+        region, attentions = autocast.enter() if autocast else nullcontext(), AttentionSwitches()
         scope = nullcontext() if values is None else _as_if_eager(model, values)
-        with attributes_restored(model), region, no_value_checks(), scope, outputs_looked_into(model), _quiet():
+        with (
+            attributes_restored(model),
+            region,
+            no_value_checks(),
+            scope,
+            outputs_looked_into(model),
+            _quiet(),
+            attentions,
+        ):
             exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
-        return exported.module(check_guards=False), () if values is None else tuple(values.reads)
+        reads = () if values is None else tuple(values.reads)
+        return exported.module(check_guards=False), reads, attentions.noted
 
     for values in (KnownValues(inputs.leaves, numbers=False), KnownValues(inputs.leaves)):
         try:
@@ -145,6 +160,21 @@ def _check_scalars(model: torch.nn.Module, captured: Captured) -> None:
             )
 
 
+_RECURRENT = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
+
+
+def _check_recurrent(model: torch.nn.Module, captured: Captured) -> None:
+    """What cuDNN's recurrent layers save is not seen on fakes, and their dropout has a state that no re-run can restore."""
+    if not torch.backends.cudnn.enabled or not any(p.is_cuda for p in model.parameters()):
+        return
+    for node in captured.graph_module.graph.nodes:
+        if getattr(op_of(node.target), "overloadpacket", None) in _RECURRENT:
+            raise CaptureError(
+                f"{type(model).__name__} runs a recurrent layer in cuDNN ({source_of(node)}), and what cuDNN saves cannot "
+                "be predicted. Optimize the parts around it, or set torch.backends.cudnn.enabled = False, which is slower."
+            )
+
+
 @contextmanager
 def _as_if_eager(model: torch.nn.Module, values: KnownValues) -> Iterator[None]:
     """Let the model take the branches it takes in eager mode, where it looks at values or asks if it is being exported."""
@@ -175,6 +205,21 @@ def _flat(module: fx.GraphModule, model: torch.nn.Module, opaques: list[Opaque])
     graph.output(tuple(tree_leaves(outputs)))
     graph.lint()
     return fx.GraphModule(attributes, graph, class_name="Captured")
+
+
+def _give_switches(graph_module: fx.GraphModule, noted: list[Switches], model: torch.nn.Module) -> None:
+    """Let each attention run under the switches its call in the model was noted under."""
+    if not differing(noted):
+        return
+    attentions = [n for n in graph_module.graph.nodes if op_of(n.target) is aten.scaled_dot_product_attention.default]
+    if len(attentions) != len(noted):
+        raise CaptureError(
+            f"{type(model).__name__} calls attention {len(noted)} times, in part under torch.nn.attention.sdpa_kernel, and "
+            f"its graph has {len(attentions)} of these; set sdpa_kernel around the whole step instead"
+        )
+    for node, switches in zip(attentions, noted, strict=True):
+        node.target = Scoped(op_of(node.target), replace(region_of(node.target), switches=switches))
+    graph_module.recompile()
 
 
 def _inline(

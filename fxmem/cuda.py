@@ -213,6 +213,7 @@ def expandable_segments() -> bool:
 def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """Return PyTorch's default cuBLAS workspace of one handle and stream: 32 MiB on Hopper, else 8.125 MiB.
 
-    cuBLASLt shares it. Handles belong to threads, so a training step has two: the caller's and autograd's.
+    cuBLASLt shares it. Handles belong to threads, so a training step has two: the caller's and autograd's. Not followed:
+    a workspace set by ``CUBLAS_WORKSPACE_CONFIG``.
     """
     return 4096 * 8 * 1024 if compute_capability[0] == 9 else 4096 * 1024 * 2 + 16 * 1024 * 8

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fxmem.captured import Inputs
 from fxmem.cuda import Allocation, AllocatorPeaks
 from fxmem.errors import InputError
 from fxmem.fake import FakeWorld
+from fxmem.opaque import replaced
 from fxmem.pipeline import Settings, frontier_of, profile_as_captured, profile_model
 from fxmem.replay import Autocast
 from fxmem.report.text import unit_of
@@ -138,7 +140,8 @@ def estimate(
     ``FakeTensorMode``; it must be in training mode. ``device="cuda"`` where torch finds no CUDA, or the model is on
     the CPU, has the step on the CPU counted as CUDA's allocator would: ``Estimate.cuda``. What differs from a step
     on a device: the CPU's kernels are chosen (attention saves other internals, norms other dtypes), the step
-    counters of an optimizer count as on the device, and cuDNN's workspaces are missing. The other arguments are
+    counters of an optimizer count as on the device, and cuDNN's workspaces are missing; optimizers take the
+    multi-tensor kernels that they take on CUDA, whose temporaries are as large as the parameters. The other arguments are
     those of :func:`fxmem.optimize`; ``plan_seconds`` is the planner's CPU time, not time by the clock. Gradients
     are taken to be absent at the start of the step (``zero_grad(set_to_none=True)``), or with ``accumulate`` to be
     there, as left by an earlier micro-batch; the optimizer's and the scaler's state is there. Sparse gradients
@@ -153,7 +156,8 @@ def estimate(
     world = FakeWorld(inputs.leaves, "cpu" if device is None or (on_cuda and not torch.cuda.is_available()) else device)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
         inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
-    device_type = inputs.tensors[0].device.type
+    first = next(iter((*model.parameters(), *inputs.tensors)))
+    device_type = world.fake(first).device.type if first.is_meta else first.device.type
     region = None if autocast is None else Autocast(device_type, autocast)
     on_cuda |= device_type == "cuda"
     events: list[Allocation] = []
@@ -169,7 +173,8 @@ def estimate(
     def on_fakes() -> Iterator[None]:
         """Stand in for parameters that have no bytes; real ones stay."""
         meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        with world.state_of(model) if meta else nullcontext():
+        as_on_cuda = _for_each_on("cpu") if on_cuda and device_type == "cpu" else nullcontext()
+        with world.state_of(model) if meta else nullcontext(), as_on_cuda:
             yield
 
     with on_fakes():
@@ -208,6 +213,15 @@ def estimate(
         cuda=cuda_peaks(events) if on_cuda else None,
         _peak_at_batch=peak_at_batch,
     )
+
+
+@contextmanager
+def _for_each_on(device_type: str) -> Iterator[None]:
+    """Let the body's optimizers choose multi-tensor kernels on ``device_type`` too, as they do on CUDA."""
+    optimizers: Any = import_module("torch.optim.optimizer")
+    devices = optimizers._get_foreach_kernels_supported_devices()
+    with replaced(optimizers, "_get_foreach_kernels_supported_devices", lambda: [*devices, device_type]):
+        yield
 
 
 def place_of(profile: GraphProfile, tick: int) -> Place:

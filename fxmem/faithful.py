@@ -24,6 +24,7 @@ from fxmem.errors import CaptureError, first_lines
 from fxmem.fake import FakeWorld, ScalarReads, attributes_restored
 from fxmem.opaque import replaced
 from fxmem.structures import flattened
+from fxmem.switches import beside_attention, present
 from fxmem.values import seeing_values
 
 
@@ -185,20 +186,27 @@ _REMEDIES = {
     "torch.set_rng_state": _SEEDING,
     "torch.random.fork_rng": _SEEDING,
     "torch.inference_mode": "Use torch.no_grad.",
+    "a switch of torch.backends": "Set it around the whole step instead.",
 }
 """Calls inside a forward that no graph keeps, and what to do instead."""
 
 
-class _GradFnReads(TorchFunctionMode):
-    """Notes every read of ``grad_fn`` by code that is not torch's own: what is done to it later cannot be seen."""
+class _CallsSeen(TorchFunctionMode):
+    """Notes every read of ``grad_fn`` by code that is not torch's own, as what is done to it later cannot be seen, and the
+    first call under other switches than at the start."""
 
     def __init__(self, noted: list[str]) -> None:
         super().__init__()
         self._noted = noted
+        self._switches = beside_attention(present())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) is torch.Tensor.grad_fn and _called_by_user():
             self._noted.append("Tensor.grad_fn")
+        switches = beside_attention(present())
+        if switches != self._switches:
+            self._noted.append("a switch of torch.backends")
+            self._switches = switches
         return func(*args, **(kwargs or {}))
 
 
@@ -226,7 +234,7 @@ def _calls_noted() -> Iterator[list[str]]:
         return replaced(owner, attribute, call)
 
     with ExitStack() as stack:
-        stack.enter_context(_GradFnReads(noted))
+        stack.enter_context(_CallsSeen(noted))
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
             stack.enter_context(noting(torch.Tensor, name, f"Tensor.{name}"))
         stack.enter_context(noting(torch.random, "fork_rng", "torch.random.fork_rng"))

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import _foreach_supported_types
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -49,6 +50,8 @@ class FakeWorld:
         return fake
 
     def _new_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_cuda:  # an op without a fake kernel would run on the device
+            self.mode.allow_fallback_kernels = False
         if isinstance(tensor, FakeTensor):  # an alias, so that its gradient is its own
             return tensor.detach().requires_grad_(tensor.requires_grad)
         if not tensor.is_meta:
@@ -83,14 +86,31 @@ class FakeWorld:
 
     @contextmanager
     def active(self, *modules: torch.nn.Module) -> Iterator[None]:
-        """Run the body on fakes: factory calls make fakes, scalars read as 1. What it does to ``modules`` is undone."""
+        """Run the body on fakes: factory calls make fakes, scalars read as 1. What it does to ``modules`` is undone.
+
+        Optimizers take fakes for what they are, tensors that multi-tensor kernels work on where the device has such; a
+        backward on several devices goes one way, by one thread.
+        """
         with ExitStack() as stack:
             for module in modules:
                 stack.enter_context(attributes_restored(module))
             stack.enter_context(self.mode)
             stack.enter_context(TruerFakes())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())
+            stack.enter_context(_fakes_for_each())
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
+
+
+@contextmanager
+def _fakes_for_each() -> Iterator[None]:
+    """Let the body's optimizers choose multi-tensor kernels for fakes where they do for real parameters."""
+    types: list[Any] = _foreach_supported_types
+    types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        types.remove(FakeTensor)
 
 
 class _Outside(torch.autograd.Function):

@@ -46,6 +46,10 @@ EVICTING_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """What is written between runs: more than a core's own cache, or a GPU's."""
 
 
+WAITING_CYCLES = 1_000_000
+"""Of a GPU's clock, about half a millisecond: longer than Python takes to launch an op's kernels."""
+
+
 class Seconds(NamedTuple):
     """Of one op."""
 
@@ -60,11 +64,18 @@ def may_measure() -> bool:
 
 def with_measured_times(profiled: Profiled, *, cache: bool = True) -> Profiled:
     """Return ``profiled`` with the times of its own device; unchanged where that device cannot be measured on."""
-    devices = {device.type for device in profiled.devices}
-    if len(profiled.devices) != 1 or not devices <= EVICTING_BYTES.keys():
+    device = _device_of(profiled)
+    if device is None:
         return profiled
-    measured = _measure_all(profiled, profiled.devices[0], cache=cache)
+    measured = _measure_all(profiled, device, cache=cache)
     return _with_seconds(profiled, measured) if measured else profiled
+
+
+def _device_of(profiled: Profiled) -> torch.device | None:
+    """Return the one device that does the work; beside one that is not the CPU, a few tensors on the CPU do not count."""
+    beside_cpu = [device for device in profiled.devices if device.type != "cpu"]
+    devices = beside_cpu or profiled.devices
+    return devices[0] if len(devices) == 1 and devices[0].type in EVICTING_BYTES else None
 
 
 def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
@@ -73,7 +84,8 @@ def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
     scale = _scales(graph.nodes, measured)
     filled = [s or _scaled(node, scale(node.op)) for node, s in zip(graph.nodes, seconds, strict=True)]
     nodes = tuple(dataclasses.replace(n, seconds=s.forward) for n, s in zip(graph.nodes, filled, strict=True))
-    tape_seconds = TAPE_SECONDS if profiled.devices[0].type == "cpu" else 0.0
+    on_cpu = all(device.type == "cpu" for device in profiled.devices)
+    tape_seconds = TAPE_SECONDS if on_cpu else 0.0
     recipes = tuple(
         dataclasses.replace(r, seconds=tape_seconds + sum(nodes[k].seconds for k in r.nodes)) for r in graph.recipes
     )
@@ -246,13 +258,24 @@ def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _seconds(run: Callable[[], object], evicting: torch.Tensor) -> float:
-    evicting.add_(1)
     if evicting.is_cuda:
-        torch.cuda.synchronize(evicting.device)
+        return _device_seconds(run, evicting)
+    evicting.add_(1)
     # One thread's own clock does not count what other processes use of its core.
-    clock = time.thread_time if torch.get_num_threads() == 1 and not evicting.is_cuda else time.perf_counter
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     run()
-    if evicting.is_cuda:
-        torch.cuda.synchronize(evicting.device)
     return clock() - start
+
+
+def _device_seconds(run: Callable[[], object], evicting: torch.Tensor) -> float:
+    """Return the seconds of ``run`` on evicting's device, which is kept waiting until all its kernels are enqueued."""
+    with torch.cuda.device(evicting.device):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        evicting.add_(1)
+        torch.cuda._sleep(WAITING_CYCLES)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -20,6 +20,7 @@ from fxmem.batch import largest_batch, resized, varying_dims
 from fxmem.budget import parse_bytes, parse_gigabytes
 from fxmem.capture import capture
 from fxmem.captured import Captured, Dims, Inputs
+from fxmem.cuda import cublas_workspace_bytes
 from fxmem.errors import BudgetError, CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
 from fxmem.measure import may_measure
 from fxmem.parts import capture_or_advise
@@ -30,7 +31,9 @@ from fxmem.replay import Autocast
 from fxmem.report import Report
 from fxmem.signature import REGISTRIES, ModelStates, arguments_of
 from fxmem.step import OptimizerLike, TrainingStep, check_step
+from fxmem.switches import present
 from fxmem.timing import COSTS, preset_of
+from fxmem.track import tensors_of
 from fxmem.types import Plan
 
 MANY_WAYS = 8
@@ -61,10 +64,10 @@ def optimize(
     ``model``: an ``nn.Module`` or ``fx.GraphModule``; its parameters are shared, not copied. ``example_args`` (a tensor
     or a tuple) and ``example_kwargs``: one call's arguments to plan for now; without them the first training-mode call
     is planned for. The bound is on the peak of the whole training step: ``budget_gb`` in 10^9 bytes, or ``budget`` in
-    bytes or as text (``"24GiB"``); with neither, what the model's CUDA device has free, on CPU no bound. ``optimizer``
-    (instance, class, name or None) says what state and step to count. ``loss_fn(output)`` returns the scalar loss;
-    default: ``output.loss``, else the sum of the floating outputs. ``autocast``: the dtype of the autocast region the
-    training calls run in, where an example is given; a call inside a region is always planned for that region.
+    bytes or as text (``"24GiB"``); with neither, what the model's CUDA device has free for it, on CPU no bound.
+    ``optimizer`` (instance, class, name or None) says what state and step to count. ``loss_fn(output)`` returns the
+    scalar loss; default: ``output.loss``, else the sum of the floating outputs. ``autocast``: the dtype of the autocast
+    region the training calls run in, where an example is given; a call inside a region is planned for that region.
     ``accumulate``: whether gradients are there when a step starts, as in gradient accumulation over micro-batches and
     after ``zero_grad(set_to_none=False)``. ``scaler``: the ``torch.amp.GradScaler`` of the step, if there is one.
     ``planner``: a name in ``fxmem.planners.PLANNERS``; it searches for at most about ``plan_seconds`` of CPU time,
@@ -85,7 +88,7 @@ def optimize(
     _check_alone(model)
     _check_trainable(model)
     settings = Settings(
-        budget_bytes=parse_budget(budget_gb, budget, model),
+        budget_bytes=parse_budget(budget_gb, budget, model, optimizer, scaler, example_args, example_kwargs),
         step=check_step(TrainingStep(loss_fn, optimizer, bool(accumulate), scaler)),
         inplace=bool(inplace),
         planner=_known("planner", planner, PLANNERS),
@@ -136,7 +139,8 @@ class OptimizedModule(torch.nn.Module):
 
         A model that looks at its inputs' values has one of these for each way it took.
         """
-        ways: list[Compiled] = self._compiled.setdefault((arguments_of(inputs), autocast, self._states.number()), [])
+        signature = (arguments_of(inputs), autocast, present(), self._states.number())
+        ways: list[Compiled] = self._compiled.setdefault(signature, [])
         compiled = next((way for way in ways if way.captured.serves(inputs)), None)
         if compiled is None:
             compiled = self._compile(inputs, autocast)
@@ -153,7 +157,7 @@ class OptimizedModule(torch.nn.Module):
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
         _check_alone(self.original)
-        family = (arguments_of(inputs, with_sizes=False), autocast, self._states.number())
+        family = (arguments_of(inputs, with_sizes=False), autocast, present(), self._states.number())
         known: tuple[Captured, Inputs] | None = self._families.get(family)
         captured: Captured | None = None
         if known is not None:
@@ -315,8 +319,11 @@ def _device_type(model: torch.nn.Module) -> str:
 # -- checks of what the user passed --------------------------------------------------------------------------------------
 
 
-def parse_budget(budget_gb: float | None, budget: int | str | None, model: torch.nn.Module) -> int | None:
-    """Return the budget in bytes, or None for no bound. Errors: ``BudgetError``."""
+def parse_budget(budget_gb: float | None, budget: int | str | None, model: torch.nn.Module, *others: Any) -> int | None:
+    """Return the budget in bytes, or None for no bound; ``others``: what else a step counts that may be there already.
+
+    Errors: ``BudgetError``.
+    """
     if budget_gb is not None and budget is not None:
         raise BudgetError("pass budget_gb or budget, not both")
     if budget_gb is not None:
@@ -325,8 +332,17 @@ def parse_budget(budget_gb: float | None, budget: int | str | None, model: torch
         return parse_bytes(budget)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+        return _free_bytes(device, (model, *others))
     return None
+
+
+def _free_bytes(device: torch.device, holders: Any) -> int:
+    """Return what a step with the tensors of ``holders`` may take on a CUDA device: all that is free there or held by
+    PyTorch's allocator, but for other tensors and the two workspaces of cuBLAS."""
+    own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(holders) if t.device == device}
+    foreign_bytes = max(0, torch.cuda.memory_allocated(device) - sum(own.values()))
+    held_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return held_bytes - foreign_bytes - 2 * cublas_workspace_bytes(torch.cuda.get_device_capability(device))
 
 
 def _known(what: str, name: str, known: Any) -> str:

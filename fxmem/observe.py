@@ -55,7 +55,8 @@ class NodeObservation:
     saves: list[int] = field(default_factory=list)
     lets_go: list[int] = field(default_factory=list)
     """Storages no value of the forward lies on any longer after this node."""
-    random: bool = False
+    draws_on: set[torch.device] = field(default_factory=set)
+    """Devices from whose generators it draws."""
     effects: str = ""
     flops: int = 0
     moved_bytes: int = 0
@@ -173,7 +174,9 @@ class _Observer:
         if self.current is not None:
             self.current.flops += flops
             self.current.moved_bytes += moved_bytes
-            self.current.random |= torch.Tag.nondeterministic_seeded in func.tags
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                drawn = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, torch.Tensor)]
+                self.current.draws_on.update(t.device for t in drawn)
             if func.namespace in ("c10d", "_c10d_functional"):
                 self.current.effects = "runs a collective"
             if any(isinstance(leaf, torch.Generator) for leaf in (*args, *kwargs.values())):

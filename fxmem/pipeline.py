@@ -250,6 +250,10 @@ def _notes(settings: Settings, captured: Captured) -> tuple[str, ...]:
         notes.append("gradients of earlier micro-batches are there at the start of the step")
     if step.loss_fn is None:
         notes.append("the loss is output.loss, or the sum of the outputs where there is none (loss_fn= changes that)")
+    if torch.backends.cudnn.benchmark and any(p.is_cuda for p in captured.parameters):
+        notes.append(
+            "torch.backends.cudnn.benchmark is on: a convolution that runs again may choose another kernel, and bits differ"
+        )
     num_masks = num_byte_masks(captured)
     if num_masks:
         notes.append(f"dropout masks of {num_masks} calls have one byte an element")

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
 """The two ops that write buffers without saying so: places of running mean, running variance, and of the flag that they
-are computed from the batch. Re-run without the buffers they give the same output (NOTE [Same bits on a re-run], 5)."""
+are computed from the batch. Re-run without the buffers they give the same output (NOTE [Same bits on a re-run], 6)."""
 
 NodeTimer = Callable[[int, int], float]
 """Seconds of a node, from its FLOPs and the bytes it moves."""
@@ -55,6 +55,8 @@ class Profiled:
     """By managed storage: the node that writes it last."""
     devices: tuple[torch.device, ...]
     """Devices the graph's tensors lie on."""
+    draws_on: tuple[tuple[torch.device, ...], ...]
+    """By node: devices from whose generators it draws."""
     gradients: Gradients | None
     """What the backward leaves on the model's parameters; None if that cannot be told one by one."""
     rerun_peaks: dict[object, tuple[int, int]]
@@ -176,6 +178,7 @@ class _Builder:
             static_names=tuple(self.seen.statics.values()),
             last_writer=tuple(self.writers[serial][-1] for serial in self.managed),
             devices=self.devices,
+            draws_on=tuple(tuple(sorted(n.draws_on, key=str)) for n in self.seen.nodes),
             gradients=self.seen.left,
             rerun_peaks=self.rerun_peaks,
         )
@@ -219,7 +222,7 @@ class _Builder:
             seconds=self.timer(node.flops, node.moved_bytes),
             flops=node.flops,
             moved_bytes=node.moved_bytes,
-            random=node.random,
+            random=bool(node.draws_on),
             why_not=self._node_reason(node.index),
             source=source_of(node.node),
         )
@@ -317,7 +320,7 @@ class _Builder:
             writes=frozenset(i for s in node.writes if (i := self._place(s)) is not None),
             outputs=tuple((place, self._view(view)) for place, view in outputs),
             internals=tuple(i if i in created else -1 for i in self._internals(node)),
-            random=node.random,
+            random=bool(node.draws_on),
             casts=self.captured.autocast is not None or region_of(node.node.target).autocast is not None,
         )
 

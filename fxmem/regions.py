@@ -1,7 +1,8 @@
-"""Ops inside a ``with torch.autocast(...)`` or ``with torch.no_grad()`` of the model.
+"""Ops inside a ``with torch.autocast(...)``, ``torch.no_grad()`` or ``sdpa_kernel(...)`` of the model.
 
-torch.export hides such a region in one opaque node. The capture inlines it: each op becomes a :class:`Scoped` call that
-enters the region for itself, so a plan may keep or drop each value, and an exception leaves nothing switched.
+torch.export hides the first two in one opaque node and forgets the third. The capture inlines them: each op
+becomes a :class:`Scoped` call that enters the region for itself, so a plan may keep or drop each value, and an
+exception leaves nothing switched.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fxmem.switches import Switches, under
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -22,6 +25,7 @@ class Region:
     grad_enabled: bool | None = None
     autocast: tuple[str, torch.dtype | None, bool, bool | None] | None = None
     """(device type, dtype, enabled, cache enabled), the arguments of ``torch.autocast``."""
+    switches: Switches | None = None
 
     def enter(self) -> ExitStack:
         stack = ExitStack()
@@ -30,6 +34,8 @@ class Region:
         if self.autocast is not None:
             device_type, dtype, enabled, cache_enabled = self.autocast
             stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))
+        if self.switches is not None:
+            stack.enter_context(under(self.switches))
         return stack
 
 

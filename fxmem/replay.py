@@ -10,12 +10,14 @@ NOTE [Same bits on a re-run]
 3. Random ops run from the generator states of the forward; the generators are put back afterwards.
 4. Autocast is entered as in the forward. It casts a leaf once for all its uses in a node; a cast does not outlive the
    re-run of its node, whatever was at hand in the forward.
-5. Batch statistics are computed from the batch, so ``batch_norm`` and ``instance_norm`` re-run without their running
+5. Switches of kernels are those of the forward (:mod:`fxmem.switches`).
+6. Batch statistics are computed from the batch, so ``batch_norm`` and ``instance_norm`` re-run without their running
    statistics: these are updated once, by the forward.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -340,10 +342,11 @@ _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, ty
 
 
 def stash_random_states(devices: Sequence[torch.device]) -> RandomStates:
-    """Return the states of the CPU generator and of ``devices``' default generators."""
-    states = [(torch.device("cpu"), torch.get_rng_state())]
-    states += [(device, torch.cuda.get_rng_state(device)) for device in devices if device.type == "cuda"]
-    return tuple(states)
+    """Return the states of ``devices``' default generators."""
+    return tuple([(d, torch.cuda.get_rng_state(d) if d.type == "cuda" else torch.get_rng_state()) for d in devices])
+
+
+_generators = threading.RLock()  # backwards on several devices run in several threads
 
 
 class replayed:
@@ -353,11 +356,19 @@ class replayed:
         self._states = states
 
     def __enter__(self) -> None:
-        self._present = stash_random_states([device for device, _ in self._states])
-        _set_random_states(self._states)
+        _generators.acquire()
+        try:
+            self._present = stash_random_states([device for device, _ in self._states])
+            _set_random_states(self._states)
+        except BaseException:
+            _generators.release()
+            raise
 
     def __exit__(self, *exc: object) -> None:
-        _set_random_states(self._present)
+        try:
+            _set_random_states(self._present)
+        finally:
+            _generators.release()
 
 
 def _set_random_states(states: RandomStates) -> None:

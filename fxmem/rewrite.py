@@ -118,7 +118,7 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
             tapes[node.index] = NodeTape(
                 index=node.index,
                 name=node.name,
-                random=node.random and node.index in replayed,
+                draws_on=profiled.draws_on[node.index] if node.index in replayed else (),
                 hooked=hooked,
                 arguments=profiled.arguments[node.index],
                 outputs=tuple((p, v) for p, v in profiled.outputs[node.index] if v.storage >= 0),

@@ -40,6 +40,7 @@ from fxmem.replay import (
     leaves_of,
     stash_random_states,
 )
+from fxmem.switches import present, under
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class NodeTape:
 
     index: int
     name: str
-    random: bool
-    """Stash the generators before it runs: a recipe of the plan runs it again."""
+    draws_on: tuple[torch.device, ...]
+    """Devices whose generators are stashed before it runs: a recipe of the plan runs it again."""
     hooked: bool
     """It saves something the plan drops."""
     arguments: tuple[tuple[int, View], ...]
@@ -169,6 +170,7 @@ class Tape:
     def __init__(self, table: TapeTable, statics: dict[int, torch.Tensor]) -> None:
         self.table = table
         self.random_states: dict[int, RandomStates] = {}
+        self._switches = present()
         self._statics = statics
         self._static_versions: dict[int, int] = {}
         self._open: dict[int, Slot] | None = {}
@@ -180,8 +182,8 @@ class Tape:
     def run(self, index: int, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one node of the graph and return its output."""
         node = self.table.nodes[index]
-        if node.random:
-            self.random_states[index] = stash_random_states(self.table.devices)
+        if node.draws_on:
+            self.random_states[index] = stash_random_states(node.draws_on)
         if node.hooked:
             output = self._run_hooked(node, target, args, kwargs)
         else:
@@ -297,7 +299,8 @@ class Tape:
         positions, readers = self._needed(target)
         on_the_way: dict[int, torch.Tensor] = {}
         saved, table = SavedInRerun(), self.table
-        with torch.enable_grad(), saved.hooks(), autocast_as_in_forward(table.autocast, table.devices):
+        region = autocast_as_in_forward(table.autocast, table.devices)
+        with torch.enable_grad(), saved.hooks(), region, under(self._switches):
             for p in positions:
                 self._run_recipe(p, target, position, readers, on_the_way, saved)
 

@@ -164,8 +164,8 @@ def track(*holders: Any) -> Iterator[Measurement]:
     """Measure the peak of allocated bytes in the body of a ``with`` statement.
 
     ``holders``: modules, optimizers, scalers, tensors or nests of them that count as present at the start. With none, every
-    tensor alive in the process counts. On a machine whose current device is CUDA the allocator's statistics are used
-    (they count every tensor on the device, whatever ``holders`` says).
+    tensor alive in the process counts. Where any of these is on CUDA the allocator's statistics are used: they count
+    every tensor on the devices in question, whatever ``holders`` says, and of several devices the sum of the peaks.
 
     >>> with fxmem.track(model, optimizer, batch) as memory:
     ...     step()
@@ -173,15 +173,19 @@ def track(*holders: Any) -> Iterator[Measurement]:
     """
     measurement = Measurement()
     present = list(tensors_of(holders)) if holders else list(_all_tensors())
-    if any(tensor.is_cuda for tensor in present):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        measurement.start_bytes = torch.cuda.memory_allocated()
+    devices = sorted({tensor.device for tensor in present if tensor.is_cuda}, key=str)
+    if devices:
+        del present  # what it holds may die in the body
+        for device in devices:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        measurement.start_bytes = sum(map(torch.cuda.memory_allocated, devices))
         try:
             yield measurement
         finally:
-            torch.cuda.synchronize()
-            measurement.peak_bytes = torch.cuda.max_memory_allocated()
+            for device in devices:
+                torch.cuda.synchronize(device)
+            measurement.peak_bytes = sum(map(torch.cuda.max_memory_allocated, devices))
         return
     tracker = StorageTracker(
         lambda kind, serial, nbytes: measurement._note_event(tracker, kind, serial, nbytes), measurement._note_op

@@ -3,12 +3,14 @@
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fxmem
@@ -461,6 +463,78 @@ def test_pytorch_193338_a_region_inside_the_model() -> None:
             return self.outer(y.float())
 
     check(stack(Mixed, Mixed), batch(), plans=HARD)
+
+
+# -- switches of kernels -----------------------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    """Two attentions, the first by matmuls and a softmax, whatever is set outside."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.layers, self.inside = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            y = layer(x)
+            with sdpa_kernel(SDPBackend.MATH) if self.inside and i != 1 else nullcontext():
+                x = F.scaled_dot_product_attention(y, y, y, is_causal=True).sin()
+        return x
+
+
+def test_attention_keeps_the_backend_the_model_chooses() -> None:
+    checked = check(lambda: Attending(inside=True), torch.randn(2, 2, 8, 16))
+    (output,) = checked.captured.graph_module(torch.randn(2, 2, 8, 16))
+    assert sum("FlashAttention" in node.name() for node in _autograd_nodes(output)) == 1
+
+
+def _autograd_nodes(output: Tensor) -> set[Any]:
+    nodes, stack = set(), [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            stack += [following for following, _ in node.next_functions]
+    return nodes
+
+
+@pytest.mark.parametrize("around", ["forward", "backward", "step", "nothing"])
+def test_a_rerun_has_the_backends_of_its_forward(around: str) -> None:
+    def backends(*places: str) -> Any:
+        return sdpa_kernel(SDPBackend.MATH) if around in places else nullcontext()
+
+    torch.manual_seed(0)
+    model, x = Attending(inside=False), torch.randn(2, 2, 8, 16)
+    with backends("forward", "step"):
+        expected = model(x)
+    with backends("backward", "step"):
+        expected.sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with backends("forward", "step"):
+        optimized = least(model, x)
+    optimized(x)  # planned anew where the switches are others
+    with backends("forward", "step"):
+        actual = optimized(x)
+    with backends("backward", "step"):
+        actual.sum().backward()
+    assert same_bits(expected, actual)
+    assert all(same_bits(a, p.grad) for a, p in zip(gradients, model.parameters(), strict=True))
+
+
+def test_other_switches_inside_a_model_are_refused_by_name() -> None:
+    class Switching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.backends.mkldnn.flags(enabled=False):
+                return self.layer(x)
+
+    with pytest.raises(fxmem.CaptureError, match=r"a switch of torch\.backends in forward.*around the whole step"):
+        fxmem.optimize(Switching(), torch.randn(2, 8))
 
 
 # -- graphs that train() and eval(), models that tracers refuse --------------------------------------------------------
