@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from fxmem.fake import grouped_matmuls
+
 Target = Callable[..., Any]
 
 _found: dict[tuple[Target, object], Target] = {}  # by overload and the types it is called with
@@ -69,7 +71,7 @@ def _dispatched(target: Target, args: Any, kwargs: Any) -> list[object]:
     leaves, spec = tree_flatten((args, kwargs))
     fake_mode = next(leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
     try:
-        with fake_mode, _Record() as record:
+        with grouped_matmuls(), fake_mode, _Record() as record:
             args, kwargs = tree_unflatten([_stand_in(leaf) for leaf in leaves], spec)
             output = target(*args, **kwargs)
     except Exception:  # a binding that refuses these arguments, in whatever way, is not the one

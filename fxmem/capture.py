@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from fxmem.captured import Captured, Dims, Inputs, source_of, with_unused_state
 from fxmem.errors import CaptureError, InputError, first_lines
 from fxmem.faithful import check_faithful
-from fxmem.fake import attributes_restored, check_device, no_value_checks
+from fxmem.fake import attributes_restored, check_device, grouped_matmuls, no_value_checks
 from fxmem.frozen import with_frozen_norms
 from fxmem.opaque import Opaque, kept_whole, opaque_call, replaced
 from fxmem.regions import Region, Scoped, forget_casts, op_of, region_of
@@ -100,6 +100,7 @@ def _exported(
             attributes_restored(model),
             region,
             no_value_checks(),
+            grouped_matmuls(),
             scope,
             outputs_looked_into(model),
             _quiet(),
@@ -177,19 +178,20 @@ def _check_recurrent(model: torch.nn.Module, captured: Captured) -> None:
 
 @contextmanager
 def _as_if_eager(model: torch.nn.Module, values: KnownValues) -> Iterator[None]:
-    """Let the model take the branches it takes in eager mode, where it looks at values or asks if it is being exported."""
-    original = torch.compiler.is_exporting
+    """Let the model take the branches it takes in eager mode, where it looks at values or asks if it is being compiled."""
 
     def stand_in(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values.stand_in(Inputs.of(args, kwargs).leaves)
 
     hook = model.register_forward_pre_hook(stand_in, prepend=True, with_kwargs=True)
-    torch.compiler.is_exporting = lambda: False
     try:
-        with answered(values):
+        with (
+            replaced(torch.compiler, "is_exporting", lambda: False),
+            replaced(torch.compiler, "is_compiling", lambda: False),
+            answered(values),
+        ):
             yield
     finally:
-        torch.compiler.is_exporting = original
         hook.remove()
 
 

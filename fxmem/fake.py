@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
+import torch._meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types
 from torch.overrides import TorchFunctionMode
@@ -21,6 +22,7 @@ from fxmem.effects import PythonState
 from fxmem.errors import InputError
 
 aten = torch.ops.aten
+_meta: Any = torch._meta_registrations
 
 
 class FakeWorld:
@@ -97,6 +99,7 @@ class FakeWorld:
             stack.enter_context(self.mode)
             stack.enter_context(TruerFakes())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())
+            stack.enter_context(grouped_matmuls())
             stack.enter_context(_fakes_for_each())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
@@ -165,6 +168,25 @@ def no_value_checks() -> Iterator[None]:
         torch.distributions.Distribution.set_default_validate_args(before)
 
 
+@contextmanager
+def grouped_matmuls() -> Iterator[None]:
+    """Let the fake grouped matmul, which insists on bfloat16, take the dtypes that the real one takes."""
+    original = _meta._meta_grouped_mm_common
+
+    def of_any_dtype(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if a.dtype == torch.bfloat16 or a.itemsize == 1:
+            return cast(torch.Tensor, original(a, b, *args, **kwargs))
+        as_bfloat16 = [torch.empty_like(t, dtype=torch.bfloat16) for t in (a, b)]
+        dtype = kwargs.pop("out_dtype", None) or a.dtype
+        return torch.empty_like(original(*as_bfloat16, *args, **kwargs), dtype=dtype)
+
+    _meta._meta_grouped_mm_common = of_any_dtype
+    try:
+        yield
+    finally:
+        _meta._meta_grouped_mm_common = original
+
+
 class TruerFakes(TorchDispatchMode):
     """Corrects fake kernels whose outputs differ from the real kernel's, hence in bytes (observed with torch 2.13).
 
@@ -178,8 +200,6 @@ class TruerFakes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _one(args[0].dtype)
-        if func is aten._grouped_mm.default and args[0].device.type == "cpu":
-            return _grouped_mm(func, args, kwargs or {})
         if func in _SPARSE and args[_SPARSE[func][0]].layout == torch.sparse_coo:
             kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
             return _SPARSE[func][1](*args[:2], **kwargs)
@@ -265,15 +285,6 @@ def _one(dtype: torch.dtype) -> bool | int | float | complex:
     if dtype.is_complex:
         return 1 + 0j
     return 1.0 if dtype.is_floating_point else True if dtype == torch.bool else 1
-
-
-def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Run the fake grouped matmul, which insists on bfloat16, for the dtype of its first operand."""
-    if args[0].dtype == torch.bfloat16:
-        return cast(torch.Tensor, func(*args, **kwargs))
-    as_bfloat16 = [torch.empty_like(t, dtype=torch.bfloat16) for t in args[:2]]
-    output = func(*as_bfloat16, *args[2:], **kwargs)
-    return torch.empty_like(output, dtype=kwargs.get("out_dtype") or args[0].dtype)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:

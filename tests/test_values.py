@@ -123,3 +123,32 @@ def test_causal_language_models_keep_the_kernel_they_have_in_eager(name: str) ->
     masks = [n.args[3] if len(n.args) > 3 else n.kwargs.get("attn_mask") for n in calls]
     assert len(masks) > 0
     assert set(masks) == {None}
+
+
+@pytest.mark.parametrize("asked", ["is_compiling", "is_exporting"])
+def test_a_model_that_asks_whether_it_is_compiled_takes_its_eager_branch(asked: str) -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x)
+            return hidden.relu() if getattr(torch.compiler, asked)() else hidden.tanh()
+
+    captured = check(Asking, torch.randn(4, 8)).captured
+    assert "tanh" in captured.graph_module.code
+    assert not torch.compiler.is_compiling()
+
+
+def test_experts_run_in_the_grouped_matmul_that_they_run_in_eagerly() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 16, 32))
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            return torch._grouped_mm(x, self.weight, offs=ends).tanh()
+
+    captured = check(Experts, torch.randn(10, 16), torch.tensor([2, 7, 10], dtype=torch.int32)).captured
+    assert "grouped_mm" in captured.graph_module.code
