@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import operator
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,6 +21,7 @@ from typing import Any, cast
 import torch
 import torch.export._trace
 from torch import fx
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
@@ -31,10 +31,10 @@ from fxmem.faithful import check_faithful
 from fxmem.fake import attributes_restored, check_device, grouped_matmuls, no_value_checks
 from fxmem.frozen import with_frozen_norms
 from fxmem.opaque import Opaque, kept_whole, opaque_call, replaced
-from fxmem.regions import Region, Scoped, forget_casts, op_of, region_of
+from fxmem.regions import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
 from fxmem.replay import Autocast
 from fxmem.structures import outputs_looked_into
-from fxmem.switches import AttentionSwitches, Switches, differing
+from fxmem.switches import NOTED, noted_in_nodes
 from fxmem.values import KnownValues, Read, answered
 
 aten = torch.ops.aten
@@ -42,9 +42,8 @@ aten = torch.ops.aten
 
 def _autocast_device(graph_module: fx.GraphModule) -> str | None:
     """Return the device type of the autocast regions inside ``graph_module``, if there are any."""
-    targets = (node.target for node in graph_module.graph.nodes)
-    regions = (t.region.autocast for t in targets if isinstance(t, Scoped))
-    return next((autocast[0] for autocast in regions if autocast is not None), None)
+    autocasts = (region_of(node.target).autocasts for node in graph_module.graph.nodes)
+    return next((of_node[0][0] for of_node in autocasts if of_node), None)
 
 
 def capture(
@@ -63,7 +62,7 @@ def capture(
             check_device(tensor.device)
     try:
         with attributes_restored(model), kept_whole(model) as opaques:
-            module, reads, attentions = _exported(model, inputs, autocast, dynamic)
+            module, reads = _exported(model, inputs, autocast, dynamic)
     except CaptureError:
         raise
     except Exception as error:
@@ -71,9 +70,7 @@ def capture(
             f"{type(model).__name__} could not be captured by torch.export{_raised_in(error, model)}: {_cause(error)}"
         ) from error
     assert module._out_spec is not None
-    flat = _flat(module, model, opaques)
-    _give_switches(flat, attentions, model)
-    graph_module = with_frozen_norms(with_unused_state(flat, model))
+    graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
     captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device, reads)
     _check_scalars(model, captured)
@@ -85,16 +82,16 @@ def capture(
 
 def _exported(
     model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims
-) -> tuple[fx.GraphModule, tuple[Read, ...], list[Switches]]:
+) -> tuple[fx.GraphModule, tuple[Read, ...]]:
     """Export ``model`` along the branches it takes in eager mode; if these cannot be exported, along its own for export.
 
-    Returned with it: what the model read of the inputs' values on its way, and the switches of each attention.
+    Returned with it: what the model read of the inputs' values on its way.
     """
     args, kwargs = inputs.call()
     shapes = _dynamic_shapes(model, inputs, dynamic)
 
-    def export(values: KnownValues | None) -> tuple[fx.GraphModule, tuple[Read, ...], list[Switches]]:
-        region, attentions = autocast.enter() if autocast else nullcontext(), AttentionSwitches()
+    def export(values: KnownValues | None) -> tuple[fx.GraphModule, tuple[Read, ...]]:
+        region = autocast.enter() if autocast else nullcontext()
         scope = nullcontext() if values is None else _as_if_eager(model, values)
         with (
             attributes_restored(model),
@@ -104,11 +101,11 @@ def _exported(
             scope,
             outputs_looked_into(model),
             _quiet(),
-            attentions,
+            _regions_left(),
+            noted_in_nodes(model),
         ):
             exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
-        reads = () if values is None else tuple(values.reads)
-        return exported.module(check_guards=False), reads, attentions.noted
+        return exported.module(check_guards=False), () if values is None else tuple(values.reads)
 
     for values in (KnownValues(inputs.leaves, numbers=False), KnownValues(inputs.leaves)):
         try:
@@ -196,44 +193,13 @@ def _as_if_eager(model: torch.nn.Module, values: KnownValues) -> Iterator[None]:
 
 
 def _flat(module: fx.GraphModule, model: torch.nn.Module, opaques: list[Opaque]) -> fx.GraphModule:
-    """Return ``module`` with leaf inputs and outputs, regions inlined, each parameter read just before its first use."""
+    """Return ``module`` with leaf inputs and outputs, each op in its region, each parameter read just before its first
+    use."""
     graph = fx.Graph()
     attributes: dict[str, Any] = {}
     env: dict[fx.Node, Any] = {}
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = graph.node_copy(node)
-    outputs = _inline(graph, module, model, env, Region(), attributes, opaques)
-    graph.output(tuple(tree_leaves(outputs)))
-    graph.lint()
-    return fx.GraphModule(attributes, graph, class_name="Captured")
-
-
-def _give_switches(graph_module: fx.GraphModule, noted: list[Switches], model: torch.nn.Module) -> None:
-    """Let each attention run under the switches its call in the model was noted under."""
-    if not differing(noted):
-        return
-    attentions = [n for n in graph_module.graph.nodes if op_of(n.target) is aten.scaled_dot_product_attention.default]
-    if len(attentions) != len(noted):
-        raise CaptureError(
-            f"{type(model).__name__} calls attention {len(noted)} times, in part under torch.nn.attention.sdpa_kernel, and "
-            f"its graph has {len(attentions)} of these; set sdpa_kernel around the whole step instead"
-        )
-    for node, switches in zip(attentions, noted, strict=True):
-        node.target = Scoped(op_of(node.target), replace(region_of(node.target), switches=switches))
-    graph_module.recompile()
-
-
-def _inline(
-    graph: fx.Graph,
-    module: fx.GraphModule,
-    model: torch.nn.Module,
-    env: dict[fx.Node, Any],
-    region: Region,
-    attributes: dict[str, Any],
-    opaques: list[Opaque],
-) -> Any:
-    """Copy ``module``'s calls into ``graph``, each in ``region``; return what its output refers to."""
+    region = Region()
+    entered: dict[fx.Node, AutocastArguments] = {}
 
     def read(node: fx.Node) -> Any:
         if node not in env:  # a get_attr node, read where it is first used
@@ -243,41 +209,49 @@ def _inline(
         return env[node]
 
     for node in module.graph.nodes:
-        if node.op == "output":
-            return fx.map_arg(node.args[0], read)
-        if node.op in ("placeholder", "get_attr"):
-            continue
-        inner = _inner_region(node, region)
-        if inner is not None:
-            body = getattr(module, str(node.args[inner[1]].target))
-            arguments = fx.map_arg(node.args[inner[1] + 1 :], read)
-            inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-            bound = dict(zip(inputs, arguments, strict=True))
-            env[node] = _inline(graph, body, model, bound, inner[0], attributes, opaques)
-            if region.autocast is None and inner[0].autocast is not None:
-                graph.call_function(forget_casts, (inner[0].autocast[0],))
-        elif node.target is operator.getitem and not isinstance(fx.map_arg(node.args[0], read), fx.Node):
-            env[node] = fx.map_arg(node.args[0], read)[node.args[1]]
-        else:
+        if node.op == "placeholder":
+            env[node] = graph.node_copy(node)
+        elif node.op == "output":
+            graph.output(tuple(tree_leaves(fx.map_arg(node.args[0], read))))
+        elif node.target is torch._C._set_grad_enabled:
+            region = replace(region, grad_enabled=None if node.args[0] else False)
+        elif node.target is torch.amp.autocast_mode._enter_autocast:
+            device_type, dtype, enabled, cache_enabled = cast(Any, node.args)
+            entered[node] = (
+                device_type,
+                dtype,
+                enabled,
+                cache_enabled and None,
+            )  # as around, unless it is switched off
+            region = replace(region, autocasts=tuple(entered.values()))
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            del entered[cast(fx.Node, node.args[0])]
+            region = replace(region, autocasts=tuple(entered.values()))
+            if not entered:
+                graph.call_function(forget_casts)
+        elif node.op != "get_attr":
             for argument in node.all_input_nodes:
                 read(argument)
             env[node] = graph.node_copy(node, read)
             opaque = opaque_call(node, opaques)
             if opaque is not None:
                 env[node].target, env[node].args = opaque, env[node].args[1:]
-            if region != Region():
-                env[node].target = Scoped(env[node].target, region)
-    raise CaptureError("a captured graph has no output")
+            own = replace(region, switches=node.meta.get(NOTED))
+            if own != Region():
+                env[node].target = Scoped(env[node].target, own)
+    graph.lint()
+    return fx.GraphModule(attributes, graph, class_name="Captured")
 
 
-def _inner_region(node: fx.Node, region: Region) -> tuple[Region, int] | None:
-    """If ``node`` is an opaque region, return what its body runs in and the place of the body among its arguments."""
-    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-        return replace(region, grad_enabled=bool(node.args[0])), 1
-    if node.target is torch.ops.higher_order.wrap_with_autocast:
-        device_type, dtype, enabled, _ = node.args[:4]  # torch.export switches the cache off, and notes that it is
-        return replace(region, autocast=cast(Any, (device_type, dtype, enabled, None))), 4
-    return None
+@contextmanager
+def _regions_left() -> Iterator[None]:
+    """Let torch.export leave the nodes that enter and leave regions where they are, each with what the model asked for."""
+    with (
+        replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
+        replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
+        replaced(torch, "is_autocast_cache_enabled", lambda: True),  # it is off while torch.export traces
+    ):
+        yield
 
 
 def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> Any:

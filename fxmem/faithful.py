@@ -24,7 +24,7 @@ from fxmem.errors import CaptureError, first_lines
 from fxmem.fake import FakeWorld, ScalarReads, attributes_restored
 from fxmem.opaque import replaced
 from fxmem.structures import flattened
-from fxmem.switches import beside_attention, present
+from fxmem.switches import present
 from fxmem.values import seeing_values
 
 
@@ -120,7 +120,8 @@ def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, in
     fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
 
     def forward() -> tuple[Any, list[tuple[str, tuple[str, ...]]]]:
-        context = captured.autocast.enter() if captured.autocast else nullcontext()
+        # No cast is to be at hand when the forward is run again.
+        context = captured.autocast.enter(cache_enabled=False) if captured.autocast else nullcontext()
         with context, OpLog([fakes, [world.fake(p) for p in captured.parameters]]) as log:
             if module is model:
                 call = Inputs(tuple(fakes), inputs.spec).call()
@@ -192,18 +193,18 @@ _REMEDIES = {
 
 
 class _CallsSeen(TorchFunctionMode):
-    """Notes every read of ``grad_fn`` by code that is not torch's own, as what is done to it later cannot be seen, and the
-    first call under other switches than at the start."""
+    """Notes every read of ``grad_fn`` by code that is not torch's own, as what is done to it later cannot be seen, and
+    every change of the switches that say which kernels may run."""
 
     def __init__(self, noted: list[str]) -> None:
         super().__init__()
         self._noted = noted
-        self._switches = beside_attention(present())
+        self._switches = present()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) is torch.Tensor.grad_fn and _called_by_user():
             self._noted.append("Tensor.grad_fn")
-        switches = beside_attention(present())
+        switches = present()
         if switches != self._switches:
             self._noted.append("a switch of torch.backends")
             self._switches = switches

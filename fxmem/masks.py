@@ -147,7 +147,7 @@ def _narrowed(node: fx.Node, views: dict[int, View], autocast: Autocast | None) 
     op, region = op_of(node.target), region_of(node.target)
     if not isinstance(op, torch._ops.OpOverload):
         return None
-    device_type = autocast.device_type if autocast else region.autocast[0] if region.autocast else None
+    device_type = region.autocasts[-1][0] if region.autocasts else autocast.device_type if autocast else None
     if device_type is not None and any(view.storage < 0 and view.requires_grad for view in views.values()):
         return None  # autocast casts a leaf once for all its uses, so their gradients add up before they are cast back
     parts = _parts(node, views, autocast)
@@ -155,7 +155,7 @@ def _narrowed(node: fx.Node, views: dict[int, View], autocast: Autocast | None) 
         return None
     target = byte_dropout if op is aten.dropout.default else Composite(op, parts)
     if device_type is not None:  # the parts were seen below autocast
-        region = replace(region, autocast=(device_type, None, False, None))
+        region = replace(region, autocasts=(*region.autocasts, (device_type, None, False, None)))
     return target if region == Region() else Scoped(target, region)
 
 

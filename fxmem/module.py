@@ -139,7 +139,7 @@ class OptimizedModule(torch.nn.Module):
 
         A model that looks at its inputs' values has one of these for each way it took.
         """
-        signature = (arguments_of(inputs), autocast, present(), self._states.number())
+        signature = (arguments_of(inputs), autocast, present(), torch.get_default_dtype(), self._states.number())
         ways: list[Compiled] = self._compiled.setdefault(signature, [])
         compiled = next((way for way in ways if way.captured.serves(inputs)), None)
         if compiled is None:

@@ -55,6 +55,8 @@ class NodeObservation:
     saves: list[int] = field(default_factory=list)
     lets_go: list[int] = field(default_factory=list)
     """Storages no value of the forward lies on any longer after this node."""
+    identities: list[tuple[int, bool]] = field(default_factory=list)
+    """By read: the first read of the same tensor, and whether autocast keeps a cast of it: it is a leaf, and no view."""
     draws_on: set[torch.device] = field(default_factory=set)
     """Devices from whose generators it draws."""
     effects: str = ""
@@ -220,7 +222,7 @@ class _Observer:
                 with self.captured.scope():
                     return self.captured.unflatten(scout._forward(leaves))
 
-            run_step(forward, step.loss_fn, autocast=self.captured.autocast)
+            run_step(forward, step.loss_fn, autocast=self.captured.autocast, keep_casts=False)
 
         with self.world.active(self.graph_module):
             pairs = list(zip(self.captured.parameters, parameters, strict=True))
@@ -340,6 +342,10 @@ class _Observer:
             serial = self.tracker.serial(tensor)
             record.reads.append((place, View.of(tensor, serial), self.versions.get(serial, 0)))
             self.devices[serial] = tensor.device
+        first: dict[int, int] = {}
+        for number, (_, tensor) in enumerate(tensors):
+            kept = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+            record.identities.append((first.setdefault(id(tensor), number), kept))
         before = [tensor._version for _, tensor in tensors]
         self.nodes.append(record)
         self.current = record

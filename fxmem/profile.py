@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from fxmem.bindings import callable_of
 from fxmem.captured import Captured, Inputs, source_of
+from fxmem.errors import PlanMismatchError
 from fxmem.fake import FakeWorld
 from fxmem.observe import NodeObservation, Observation, observe
-from fxmem.regions import op_of, op_text, region_of
+from fxmem.regions import op_of, op_text
 from fxmem.replay import NodeReplay, Replay, SavedInRerun, View, autocast_as_in_forward
 from fxmem.step import BARE, Gradients, TrainingStep, usual_gradients
 from fxmem.ticks import managed_storages, ticks_of
@@ -33,6 +36,16 @@ are computed from the batch. Re-run without the buffers they give the same outpu
 
 NodeTimer = Callable[[int, int], float]
 """Seconds of a node, from its FLOPs and the bytes it moves."""
+
+
+class Rerun(NamedTuple):
+    """What a re-run was seen to do."""
+
+    peak_bytes: int
+    """Above its start."""
+    capture_peak_bytes: int
+    casts_once: bool
+    """It makes the forward's internals only if a leaf is cast once for all its uses in a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +72,8 @@ class Profiled:
     """By node: devices from whose generators it draws."""
     gradients: Gradients | None
     """What the backward leaves on the model's parameters; None if that cannot be told one by one."""
-    rerun_peaks: dict[object, tuple[int, int]]
-    """Peak bytes of re-runs above their start, without and with capture, by what is run on what geometry."""
+    reruns: dict[object, Rerun | None]
+    """What was seen of re-runs, by what is run on what geometry; None: it saves other tensors than the forward."""
     inplace: tuple[InplaceDecision, ...] = ()
     """What was decided of each op that has an in-place form."""
 
@@ -78,7 +91,7 @@ def profile(
     what the backward leaves on parameters and the peaks of equal re-runs are taken. Errors: ``ProfileError``.
     """
     observation, world = _observed(captured, inputs, step, None if earlier is None else earlier.gradients)
-    return _Builder(captured, observation, timer, world, {} if earlier is None else dict(earlier.rerun_peaks)).build()
+    return _Builder(captured, observation, timer, world, {} if earlier is None else dict(earlier.reruns)).build()
 
 
 def _observed(
@@ -109,10 +122,10 @@ class _Builder:
         seen: Observation,
         timer: NodeTimer,
         world: FakeWorld,
-        rerun_peaks: dict[object, tuple[int, int]],
+        reruns: dict[object, Rerun | None],
     ) -> None:
         self.captured, self.seen, self.timer, self.world = captured, seen, timer, world
-        self.rerun_peaks = rerun_peaks
+        self.reruns = reruns
         self.nbytes = {e.key: e.nbytes for e in seen.events if e.kind == "alloc"}
         self.managed = managed_storages(seen)
         self.index = {serial: i for i, serial in enumerate(self.managed)}
@@ -130,8 +143,13 @@ class _Builder:
         never_made_anew = self._never_made_anew()
         reasons = dict.fromkeys(held_elsewhere, "held by something other than autograd") | never_made_anew
         groups = self._recipes(reasons)
-        replays = [self._replay(nodes, never_made_anew) for nodes in groups]
-        measured = self._measure(replays)
+        seen = self._rerun([self._replay(nodes, never_made_anew) for nodes in groups])
+        for group, found in zip(groups, seen, strict=True):
+            if found is None:
+                why = f"a re-run of {self.seen.nodes[group[-1]].node.name} saves other tensors than its forward"
+                reasons |= {s: reasons.get(s, why) for s in self._made(group)}
+        groups = [group for group, found in zip(groups, seen, strict=True) if found is not None]
+        replays, measured = [found[0] for found in seen if found], [found[1] for found in seen if found]
         recipe_of = {p: r for r, replay in enumerate(replays) for p in replay.products}
         saves = Counter(s for node in self.seen.nodes for s in node.saves)
         storages = tuple(
@@ -155,10 +173,10 @@ class _Builder:
                 inputs=self._inputs(nodes_of),
                 products=replay.products,
                 seconds=sum(nodes[k].seconds for k in nodes_of),
-                peak_bytes=peaks[0],
-                capture_peak_bytes=peaks[1],
+                peak_bytes=rerun.peak_bytes,
+                capture_peak_bytes=rerun.capture_peak_bytes,
             )
-            for r, (nodes_of, replay, peaks) in enumerate(zip(groups, replays, measured, strict=True))
+            for r, (nodes_of, replay, rerun) in enumerate(zip(groups, replays, measured, strict=True))
         )
         graph_profile = GraphProfile(
             nodes,
@@ -180,7 +198,7 @@ class _Builder:
             devices=self.devices,
             draws_on=tuple(tuple(sorted(n.draws_on, key=str)) for n in self.seen.nodes),
             gradients=self.seen.left,
-            rerun_peaks=self.rerun_peaks,
+            reruns=self.reruns,
         )
 
     # -- naming ---------------------------------------------------------------------------------------------------------
@@ -302,9 +320,11 @@ class _Builder:
         node = self.seen.nodes[k]
         leaves = list(node.leaves)
         refs = [(place, self._view(view)) for place, view, _ in node.reads]
+        identities = node.identities
         statistics = STATISTICS.get(op_of(node.node.target))
         if statistics is not None and leaves[statistics[2]]:
             refs = [(place, view) for place, view in refs if place not in statistics[:2]]
+            identities = [(number, False) for number in range(len(refs))]
         outputs: list[tuple[int, View]] = []
         for place, view in node.outputs:
             if self._place(view.storage) in own and view.storage not in [v.storage for _, v in outputs]:
@@ -321,21 +341,30 @@ class _Builder:
             outputs=tuple((place, self._view(view)) for place, view in outputs),
             internals=tuple(i if i in created else -1 for i in self._internals(node)),
             random=bool(node.draws_on),
-            casts=self.captured.autocast is not None or region_of(node.node.target).autocast is not None,
+            identities=tuple(identities),
         )
 
-    def _measure(self, replays: list[Replay]) -> list[tuple[int, int]]:
-        """Return, for each replay, its peak bytes above the start without and with capture, seen on fakes."""
-        peaks, results = self.rerun_peaks, []
+    def _rerun(self, replays: list[Replay]) -> list[tuple[Replay, Rerun] | None]:
+        """Run each replay on fakes; return with it what was seen, None where it cannot serve for its forward."""
+        found: list[tuple[Replay, Rerun] | None] = []
         with self.world.active():
             for replay in replays:
                 key = _signature(replay)
-                if key not in peaks:
-                    alone = self._peak(replay, capture=False)
-                    captures = any(node.internals for node in replay.nodes)
-                    peaks[key] = (alone, self._peak(replay, capture=True) if captures else alone)
-                results.append(peaks[key])
-        return results
+                if key not in self.reruns:
+                    self.reruns[key] = self._seen_rerun(replay)
+                rerun = self.reruns[key]
+                found.append(None if rerun is None else (_casting(replay, once=rerun.casts_once), rerun))
+        return found
+
+    def _seen_rerun(self, replay: Replay) -> Rerun | None:
+        if not any(node.internals for node in replay.nodes):
+            peak_bytes = self._peak(replay, capture=False)
+            return Rerun(peak_bytes, peak_bytes, casts_once=False)
+        for once in (False, True):
+            casting = _casting(replay, once=once)
+            with suppress(PlanMismatchError):
+                return Rerun(self._peak(casting, capture=False), self._peak(casting, capture=True), once)
+        return None
 
     def _peak(self, replay: Replay, *, capture: bool) -> int:
         own = set(replay.products).union(view.storage for node in replay.nodes for _, view in node.outputs)
@@ -349,7 +378,9 @@ class _Builder:
         start_bytes = tracker.live_bytes
         states = {node.index: () for node in replay.nodes}
         saved = SavedInRerun(capture=capture)
-        with torch.enable_grad(), saved.hooks(), autocast_as_in_forward(replay.autocast, self.devices), tracker:
+        inside = self.captured.autocast_device is not None
+        region = autocast_as_in_forward(replay.autocast, self.devices, regions_inside=inside)
+        with torch.enable_grad(), saved.hooks(), region, tracker:
             replay.run(bases, states, saved)  # type: ignore[arg-type]
         return tracker.peak_bytes - start_bytes
 
@@ -362,6 +393,11 @@ class _Builder:
 
     def _device(self, node: int, argument: int) -> torch.device:
         return self.seen.devices[next(v.storage for p, v, _ in self.seen.nodes[node].reads if p == argument)]
+
+
+def _casting(replay: Replay, *, once: bool) -> Replay:
+    nodes = replay.nodes if not once else tuple(replace(node, casts_once=True) for node in replay.nodes)
+    return replace(replay, nodes=nodes)
 
 
 def _signature(replay: Replay) -> object:
@@ -379,7 +415,9 @@ def _signature(replay: Replay) -> object:
             tuple((place, anonymous(view)) for place, view in node.refs),
             tuple(names.setdefault(s, len(names)) for s in sorted(node.writes)),
             tuple((place, anonymous(view)) for place, view in node.outputs),
-            len(node.internals),
+            tuple(i < 0 for i in node.internals),
+            node.identities,
+            len(replay.products),
         )
         for node in replay.nodes
     )

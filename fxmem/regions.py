@@ -1,8 +1,7 @@
 """Ops inside a ``with torch.autocast(...)``, ``torch.no_grad()`` or ``sdpa_kernel(...)`` of the model.
 
-torch.export hides the first two in one opaque node and forgets the third. The capture inlines them: each op
-becomes a :class:`Scoped` call that enters the region for itself, so a plan may keep or drop each value, and an
-exception leaves nothing switched.
+In the graph of an emitted module each such op becomes a :class:`Scoped` call that enters its region for itself, so a plan
+may keep or drop each value, and an exception leaves nothing switched.
 """
 
 from __future__ import annotations
@@ -17,22 +16,24 @@ import torch
 
 from fxmem.switches import Switches, under
 
+AutocastArguments = tuple[str, torch.dtype | None, bool, bool | None]
+"""Of ``torch.autocast``: device type, dtype, enabled, cache enabled."""
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """What a stack of nested regions switches; None: as outside."""
 
     grad_enabled: bool | None = None
-    autocast: tuple[str, torch.dtype | None, bool, bool | None] | None = None
-    """(device type, dtype, enabled, cache enabled), the arguments of ``torch.autocast``."""
+    autocasts: tuple[AutocastArguments, ...] = ()
+    """From the outermost in."""
     switches: Switches | None = None
 
     def enter(self) -> ExitStack:
         stack = ExitStack()
         if self.grad_enabled is not None:
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
-        if self.autocast is not None:
-            device_type, dtype, enabled, cache_enabled = self.autocast
+        for device_type, dtype, enabled, cache_enabled in self.autocasts:
             stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))
         if self.switches is not None:
             stack.enter_context(under(self.switches))
@@ -55,9 +56,13 @@ class Scoped:
         return str(self.op)
 
 
-def forget_casts(device_type: str) -> None:
-    """Do what leaving an outermost autocast region does: a leaf's cast serves one region."""
-    if not torch.is_autocast_enabled(device_type):
+def forget_casts() -> None:
+    """Do what leaving an outermost autocast region does: a leaf's cast serves one region.
+
+    To be called in the region that keeps casts alive from one op to the next (``Captured.scope``) and does not count.
+    """
+    torch.autocast_increment_nesting()
+    if torch.autocast_decrement_nesting() == 1:
         torch.clear_autocast_cache()
 
 

@@ -8,8 +8,8 @@ NOTE [Same bits on a re-run]
    the original ``requires_grad``, in grad mode, with saved tensors discarded (or captured, for internals).
 2. Geometry that comes out is checked against the recorded one (strides of size-1 dimensions do not matter).
 3. Random ops run from the generator states of the forward; the generators are put back afterwards.
-4. Autocast is entered as in the forward. It casts a leaf once for all its uses in a node; a cast does not outlive the
-   re-run of its node, whatever was at hand in the forward.
+4. Autocast is as in the forward, but for its cache, which is the whole process's and perhaps in use: only a node that
+   reads a leaf's one cast several times has it on, and leaves no cast behind.
 5. Switches of kernels are those of the forward (:mod:`fxmem.switches`).
 6. Batch statistics are computed from the batch, so ``batch_norm`` and ``instance_norm`` re-run without their running
    statistics: these are updated once, by the forward.
@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -101,15 +101,9 @@ class Autocast:
     device_type: str
     dtype: torch.dtype
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        """Enter a region of its own, even inside another one: with no leaf's cast at hand, and leaving none behind."""
-        torch.clear_autocast_cache()
-        try:
-            with torch.autocast(self.device_type, self.dtype):
-                yield
-        finally:
-            torch.clear_autocast_cache()
+    def enter(self, *, cache_enabled: bool | None = None) -> torch.autocast:
+        """Return the region. ``cache_enabled``: None is as around it."""
+        return torch.autocast(self.device_type, self.dtype, cache_enabled=cache_enabled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +125,10 @@ class NodeReplay:
     """Storages of its fresh internals, in the order in which autograd saves them first; -1 for one that an earlier node
     made (a cast weight in autocast's cache) and a re-run makes anew."""
     random: bool
-    casts: bool
-    """It runs under autocast."""
+    identities: tuple[tuple[int, bool], ...] = ()
+    """By ref: the first ref that was the same tensor, and whether it was a leaf whose cast autocast keeps."""
+    casts_once: bool = False
+    """Under autocast it reads a leaf's one cast several times."""
     call: Callable[[list[torch.Tensor]], Any] = field(init=False, repr=False, compare=False)
     """Calls the target on the tensors of ``refs``."""
 
@@ -141,7 +137,14 @@ class NodeReplay:
 
     def run(self, bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
         """Run the node on ``bases`` and put the bases of what it makes there; internals only if ``saved`` captures."""
-        arguments = [self.argument(view, bases) for _, view in self.refs]
+        if self.casts_once:
+            with _casts_kept():
+                self._run([], bases, saved)
+        else:
+            self._run([self.argument(view, bases) for _, view in self.refs], bases, saved)
+
+    def _run(self, arguments: list[torch.Tensor], bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
+        arguments = arguments or self._as_identified(bases)
         fresh = saved.begin(arguments) if saved.capture else {}
         output = self.call(arguments)
         leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
@@ -155,20 +158,27 @@ class NodeReplay:
                 if isinstance(leaf, torch.Tensor):
                     fresh.pop(leaf.untyped_storage()._cdata, None)
             self._keep_internals(bases, fresh)
-        if self.casts:
-            torch.clear_autocast_cache()
 
     def argument(self, view: View, bases: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Return the tensor of this geometry, requiring grad as in the forward, and under autocast a leaf or none."""
+        """Return the tensor of this geometry, requiring grad as in the forward."""
         tensor = view.on(bases[view.storage])
         if not view.requires_grad:
             return tensor
-        if view.storage in self.writes:
-            return cast(torch.Tensor, _NonLeaf.apply(tensor.requires_grad_()))  # type: ignore[no-untyped-call]
-        if not self.casts:
-            return tensor.requires_grad_()
-        leaf = tensor.detach().requires_grad_()
-        return leaf if view.storage < 0 else leaf.view_as(leaf)
+        tensor.requires_grad_()
+        return _NonLeaf.apply(tensor) if view.storage in self.writes else tensor  # type: ignore[no-untyped-call]
+
+    def _as_identified(self, bases: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the arguments, the same tensor where it was the same, and a leaf where it was one."""
+        arguments: list[torch.Tensor] = []
+        for k, ((_, view), (first, leaf)) in enumerate(zip(self.refs, self.identities, strict=True)):
+            if first < k:
+                arguments.append(arguments[first])
+                continue
+            tensor = self.argument(view, bases)
+            if view.requires_grad and view.storage not in self.writes:
+                tensor = tensor.detach().requires_grad_() if leaf else tensor.view_as(tensor)
+            arguments.append(tensor)
+        return arguments
 
     def _keep_internals(self, bases: dict[int, torch.Tensor], fresh: dict[int, torch.Tensor]) -> None:
         if self.internals and len(fresh) != len(self.internals):
@@ -230,21 +240,51 @@ class Replay:
 
 
 def autocast_as_in_forward(
-    autocast: Autocast | None, devices: Sequence[torch.device]
+    autocast: Autocast | None, devices: Sequence[torch.device], *, regions_inside: bool = False
 ) -> AbstractContextManager[object]:
-    """Return a context in which autocast is as in the forward.
+    """Return a context in which autocast is as in the forward, without its cache, which it leaves alone.
 
     A backward may run inside the user's autocast region; a graph planned without autocast re-runs without.
+    ``regions_inside``: some ops enter regions of their own.
     """
-    if autocast is not None:
-        return autocast.enter()
     enabled = {device.type for device in devices if torch.is_autocast_enabled(device.type)}
-    if not enabled:
-        return nullcontext()
-    stack = ExitStack()
-    for device_type in enabled:
-        stack.enter_context(torch.autocast(device_type, enabled=False))
-    return stack
+    return (
+        nullcontext() if autocast is None and not enabled and not regions_inside else _as_in_forward(autocast, enabled)
+    )
+
+
+@contextmanager
+def _as_in_forward(autocast: Autocast | None, enabled: set[str]) -> Iterator[None]:
+    cache = torch.is_autocast_cache_enabled()
+    device_type = autocast.device_type if autocast is not None else "cpu"
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.autocast_increment_nesting()  # so that no region inside is the outermost, which would clear the cache
+    torch.set_autocast_cache_enabled(False)
+    for other in enabled:
+        torch.set_autocast_enabled(other, False)
+    if autocast is not None:
+        torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_dtype(device_type, autocast.dtype)
+    try:
+        yield
+    finally:
+        for other in enabled:
+            torch.set_autocast_enabled(other, True)
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+        torch.set_autocast_cache_enabled(cache)
+        torch.autocast_decrement_nesting()
+
+
+@contextmanager
+def _casts_kept() -> Iterator[None]:
+    """Let autocast keep a leaf's cast in the body, and forget it then."""
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(False)
+        torch.clear_autocast_cache()
 
 
 def _never(_: object) -> torch.Tensor:

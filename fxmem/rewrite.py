@@ -174,6 +174,7 @@ def _table(profiled: Profiled, plan: Plan, live: _Live, tapes: dict[int, NodeTap
         internal=frozenset(s.index for s in profile.storages if s.internal),
         devices=profiled.devices,
         autocast=profiled.captured.autocast,
+        regions_inside=profiled.captured.autocast_device is not None,
         names=tuple(s.name for s in profile.storages),
     )
 

@@ -89,6 +89,8 @@ class TapeTable:
     devices: tuple[torch.device, ...]
     autocast: Autocast | None
     """The state recipes run again in."""
+    regions_inside: bool
+    """Whether some of their ops enter autocast regions of their own."""
     names: tuple[str, ...]
 
 
@@ -299,7 +301,7 @@ class Tape:
         positions, readers = self._needed(target)
         on_the_way: dict[int, torch.Tensor] = {}
         saved, table = SavedInRerun(), self.table
-        region = autocast_as_in_forward(table.autocast, table.devices)
+        region = autocast_as_in_forward(table.autocast, table.devices, regions_inside=table.regions_inside)
         with torch.enable_grad(), saved.hooks(), region, under(self._switches):
             for p in positions:
                 self._run_recipe(p, target, position, readers, on_the_way, saved)

@@ -102,9 +102,13 @@ def run_step(
     autocast: Autocast | None = None,
     on_phase: Callable[[Phase], None] = lambda phase: None,
     scaler: torch.amp.GradScaler | None = None,
+    keep_casts: bool = True,
 ) -> None:
-    """Run one training step (NOTE [The training step]). ``on_phase`` is told of each phase before it starts."""
-    with autocast.enter() if autocast else nullcontext():
+    """Run one training step (NOTE [The training step]). ``on_phase`` is told of each phase before it starts.
+
+    ``keep_casts=False``: autocast's cache is off, so that no cast is at hand for the next step in a region around.
+    """
+    with autocast.enter(cache_enabled=None if keep_casts else False) if autocast else nullcontext():
         on_phase(Phase.FORWARD)
         output = forward()
         on_phase(Phase.LOSS)

@@ -1,22 +1,24 @@
-"""Process-wide switches that decide which kernel an op runs: attention's backends, cuDNN, oneDNN, determinism.
+"""Process-wide switches that decide which kernel an op runs: attention's backends, cuDNN, oneDNN, precision, determinism.
 
-``with torch.nn.attention.sdpa_kernel(...)`` and ``torch.backends.cudnn.flags(...)`` set such. A backward may run under
-others than its forward did, so a re-run puts back those of its forward; a plan serves calls under the switches it was
-made under.
+``with torch.nn.attention.sdpa_kernel(...)`` and ``torch.backends.cudnn.flags(...)`` set such. A model may do so around
+some of its ops, and a backward may run under others than its forward did: each node runs under its own, a re-run under
+those of its forward, and a plan serves calls under the switches it was made under.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch import fx
 
 Switches = tuple[object, ...]
-"""The values of all switches; those of attention come first."""
+"""The values of all switches."""
+
+NOTED = "fxmem_switches"
+"""Key of a node's meta: the switches it was made under, where these are not those at the start."""
 
 _C: Any = torch._C
 
@@ -25,16 +27,26 @@ def _set_deterministic(value: object) -> None:
     _C._set_deterministic_algorithms(value, warn_only=_C._get_deterministic_algorithms_warn_only())
 
 
-_ATTENTION = (
+_NAMES = (
     *((f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in ("flash", "mem_efficient", "math", "cudnn")),
-    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+    *(
+        (f"_get_{name}", f"_set_{name}")
+        for name in (
+            "sdp_priority_order",
+            "math_sdp_allow_fp16_bf16_reduction",
+            "cudnn_enabled",
+            "cudnn_benchmark",
+            "cudnn_deterministic",
+            "mkldnn_enabled",
+            "float32_matmul_precision",
+        )
+    ),
 )
-_OTHERS = tuple(
-    (f"_get_{name}", f"_set_{name}")
-    for name in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled")
+_GETTERS: tuple[Callable[[], Any], ...] = (
+    *(getattr(_C, get) for get, _ in _NAMES),
+    _C._get_deterministic_algorithms,
 )
-_GETTERS = (*(getattr(_C, get) for get, _ in (*_ATTENTION, *_OTHERS)), _C._get_deterministic_algorithms)
-_SETTERS = (*(getattr(_C, set_) for _, set_ in (*_ATTENTION, *_OTHERS)), _set_deterministic)
+_SETTERS: tuple[Callable[[Any], object], ...] = (*(getattr(_C, set_) for _, set_ in _NAMES), _set_deterministic)
 
 
 def present() -> Switches:
@@ -42,18 +54,10 @@ def present() -> Switches:
     return tuple([tuple(value) if type(value := get()) is list else value for get in _GETTERS])
 
 
-def beside_attention(switches: Switches) -> Switches:
-    """Return those that no ``sdpa_kernel`` sets."""
-    return switches[len(_ATTENTION) :]
-
-
 @contextmanager
 def under(switches: Switches) -> Iterator[None]:
-    """Run the body under ``switches``."""
+    """Run the body under ``switches``; put back those before."""
     before = present()
-    if before == switches:
-        yield
-        return
     _set(before, switches)
     try:
         yield
@@ -62,24 +66,37 @@ def under(switches: Switches) -> Iterator[None]:
 
 
 def _set(before: Switches, after: Switches) -> None:
+    if before == after:
+        return
     for old, new, set_ in zip(before, after, _SETTERS, strict=True):
         if old != new:
             set_(list(new) if isinstance(new, tuple) else new)
 
 
-class AttentionSwitches(TorchFunctionMode):
-    """Notes the switches under which each attention of the body is called, in order."""
+@contextmanager
+def noted_in_nodes(model: torch.nn.Module) -> Iterator[None]:
+    """Note in each fx node that a call of ``model`` makes in the body its switches (``NOTED``), where the call has set any.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[Switches] = []
+    Only what the call sets counts: torch.export itself has cuDNN and oneDNN off meanwhile.
+    """
+    around, create_node = present(), fx.Graph.create_node
+    begun: list[Switches] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            self.noted.append(present())
-        return func(*args, **(kwargs or {}))
+    def noting(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
+        node = create_node(graph, *args, **kwargs)
+        switches = present()
+        if begun and switches != begun[-1]:
+            own = zip(around, begun[-1], switches, strict=True)
+            node.meta[NOTED] = tuple([now if now != before else outside for outside, before, now in own])
+        return node
 
-
-def differing(noted: Sequence[Switches]) -> bool:
-    """True if some attention is called under other switches than the present ones."""
-    return any(switches != present() for switches in noted)
+    hook = model.register_forward_pre_hook(lambda *_: begun.append(present()), prepend=True)
+    end = model.register_forward_hook(lambda *_: begun.clear())
+    fx.Graph.create_node = noting  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        fx.Graph.create_node = create_node  # type: ignore[method-assign]
+        hook.remove()
+        end.remove()
+        _set(present(), around)

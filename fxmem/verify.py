@@ -122,7 +122,7 @@ def _fake_step(
     def micro_batch() -> None:
         other = FakeWorld(leaves).fake_all(leaves)
         with world.state_of(subject.module):
-            run_step(lambda: subject.forward(other), step.loss_fn, autocast=captured.autocast)
+            run_step(lambda: subject.forward(other), step.loss_fn, autocast=captured.autocast, keep_casts=False)
 
     def on_phase(phase: Phase) -> None:
         nonlocal left

@@ -537,6 +537,162 @@ def test_other_switches_inside_a_model_are_refused_by_name() -> None:
         fxmem.optimize(Switching(), torch.randn(2, 8))
 
 
+# -- regions inside regions, and inside the user's -------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """Two layers and a weight used twice; ``around(self, x)`` is the forward."""
+
+    def __init__(self, around: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(self, x).float()
+
+
+def without_grad_inside(model: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(model.first(x).sin(), model.weight)
+        with torch.no_grad():
+            z = F.linear(model.last(y), model.weight).sin()
+        return F.linear(y + z, model.weight)
+
+
+def without_cache(model: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        return F.linear(F.linear(model.first(x).sin(), model.weight).sin(), model.weight)
+
+
+def two_dtypes(model: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(model.first(x).sin(), model.weight)
+        with torch.autocast("cpu", torch.float16):
+            y = model.last(y.sin())
+        with torch.autocast("cpu", enabled=False):
+            y = F.linear(y.float().sin(), model.weight)
+        return F.linear(y.sin(), model.weight)
+
+
+def twice_in_one_op(model: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.mm(model.first(x), torch.mm(model.weight, model.weight)).sin()
+
+
+def view_of_a_parameter(model: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.linalg.matrix_power(model.weight[:4, :4], 3).sum() * model.first(x).sin()
+
+
+AROUND = [without_grad_inside, without_cache, two_dtypes, twice_in_one_op, view_of_a_parameter]
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_regions_inside_a_model_are_as_in_eager(around: Any) -> None:
+    check(lambda: Shared(around), torch.randn(4, 8))
+    check(lambda: Shared(around), torch.randn(4, 8, requires_grad=True), autocast=torch.bfloat16)
+
+
+def plain(model: Any, x: Tensor) -> Tensor:
+    return F.linear(F.linear(model.first(x).sin(), model.weight).sin(), model.weight)
+
+
+def two_regions(model: Any, x: Tensor) -> Tensor:
+    for layer in (model.first, model.last):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = F.linear(layer(x).sin(), model.weight)
+    return x
+
+
+def backward_between_forwards(model: nn.Module, x: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        a, b = model(x).sum(), model(x * 2).sum()
+        a.backward()
+        (b + model(x * 3).sum()).backward()
+
+
+def another_size_in_one_region(model: nn.Module, x: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        (model(x).sum() + model(x[:2]).sum()).backward()
+
+
+def region_switched_off(model: nn.Module, x: Tensor) -> None:
+    with torch.autocast("cpu", enabled=False):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("around", "step"),
+    [(plain, backward_between_forwards), (plain, another_size_in_one_region), (two_regions, region_switched_off)],
+)
+def test_casts_of_the_users_region_stay_at_hand(around: Any, step: Any) -> None:
+    eager, model = twins(lambda: Shared(around))
+    x = torch.randn(4, 8)
+    autocast = None if step is region_switched_off else torch.bfloat16
+    optimized = fxmem.optimize(model, x, policy=[("*", "recompute")], autocast=autocast)
+    assert optimized.plan.dropped
+    step(eager, x)
+    step(optimized, x)
+    assert_same_gradients(eager, model)
+
+
+class Doubled(torch.autograd.Function):
+    """Attends, in a function of the model's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * F.scaled_dot_product_attention(x, x, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * F.scaled_dot_product_attention(x, x, grad)
+
+
+class Choosing(nn.Module):
+    """Attends in all the ways that no call of ``scaled_dot_product_attention`` in its own code shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with sdpa_kernel(SDPBackend.MATH):
+            x = self.attention(x, x, x, need_weights=False)[0]
+            x = Doubled.apply(x)
+        x = self.layer(x)
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.layer(x)
+
+
+def test_attention_that_other_code_calls_keeps_its_backend() -> None:
+    check(Choosing, torch.randn(2, 12, 16))
+
+
+def test_tensors_made_in_forward_follow_the_default_dtype() -> None:
+    class Making(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x).sin() * torch.full((8,), 0.1)
+
+    model, x = Making(), torch.randn(4, 8)
+    optimized = fxmem.optimize(model, x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert optimized(x).dtype is model(x).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # -- graphs that train() and eval(), models that tracers refuse --------------------------------------------------------
 
 
