@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -139,12 +139,11 @@ class NodeReplay:
         """Run the node on ``bases`` and put the bases of what it makes there; internals only if ``saved`` captures."""
         if self.casts_once:
             with _casts_kept():
-                self._run([], bases, saved)
+                self._run(self._as_identified(bases), bases, saved)
         else:
             self._run([self.argument(view, bases) for _, view in self.refs], bases, saved)
 
     def _run(self, arguments: list[torch.Tensor], bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
-        arguments = arguments or self._as_identified(bases)
         fresh = saved.begin(arguments) if saved.capture else {}
         output = self.call(arguments)
         leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
@@ -248,42 +247,37 @@ def autocast_as_in_forward(
     ``regions_inside``: some ops enter regions of their own.
     """
     enabled = {device.type for device in devices if torch.is_autocast_enabled(device.type)}
-    return (
-        nullcontext() if autocast is None and not enabled and not regions_inside else _as_in_forward(autocast, enabled)
-    )
+    if autocast is None and not enabled and not regions_inside:
+        return nullcontext()
+    return _as_in_forward(autocast, enabled)
 
 
 @contextmanager
 def _as_in_forward(autocast: Autocast | None, enabled: set[str]) -> Iterator[None]:
-    cache = torch.is_autocast_cache_enabled()
-    device_type = autocast.device_type if autocast is not None else "cpu"
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    torch.autocast_increment_nesting()  # so that no region inside is the outermost, which would clear the cache
+    cache_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
-    for other in enabled:
-        torch.set_autocast_enabled(other, False)
-    if autocast is not None:
-        torch.set_autocast_enabled(device_type, True)
-        torch.set_autocast_dtype(device_type, autocast.dtype)
+    torch.autocast_increment_nesting()  # no region inside is the outermost then, which would clear the cache
     try:
-        yield
+        with ExitStack() as stack:
+            for device_type in enabled:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            if autocast is not None:
+                stack.enter_context(autocast.enter())
+            yield
     finally:
-        for other in enabled:
-            torch.set_autocast_enabled(other, True)
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
-        torch.set_autocast_cache_enabled(cache)
         torch.autocast_decrement_nesting()
+        torch.set_autocast_cache_enabled(cache_enabled)
 
 
 @contextmanager
 def _casts_kept() -> Iterator[None]:
     """Let autocast keep a leaf's cast in the body, and forget it then."""
+    cache_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(True)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(False)
+        torch.set_autocast_cache_enabled(cache_enabled)
         torch.clear_autocast_cache()
 
 
