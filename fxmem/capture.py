@@ -217,12 +217,8 @@ def _flat(module: fx.GraphModule, model: torch.nn.Module, opaques: list[Opaque])
             region = replace(region, grad_enabled=None if node.args[0] else False)
         elif node.target is torch.amp.autocast_mode._enter_autocast:
             device_type, dtype, enabled, cache_enabled = cast(Any, node.args)
-            entered[node] = (
-                device_type,
-                dtype,
-                enabled,
-                cache_enabled and None,
-            )  # as around, unless it is switched off
+            as_around = None if cache_enabled else False
+            entered[node] = (device_type, dtype, enabled, as_around)
             region = replace(region, autocasts=tuple(entered.values()))
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             del entered[cast(fx.Node, node.args[0])]
