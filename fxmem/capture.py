@@ -25,7 +25,7 @@ from torch._export.passes import replace_autocast_with_hop_pass, replace_set_gra
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
-from fxmem.captured import Captured, Dims, Inputs, source_of, with_unused_state
+from fxmem.captured import Captured, Dims, Inputs, SizeGuards, source_of, with_unused_state
 from fxmem.errors import CaptureError, InputError, first_lines
 from fxmem.faithful import check_faithful
 from fxmem.fake import attributes_restored, check_device, grouped_matmuls, no_value_checks
@@ -62,7 +62,7 @@ def capture(
             check_device(tensor.device)
     try:
         with attributes_restored(model), kept_whole(model) as opaques:
-            module, reads = _exported(model, inputs, autocast, dynamic)
+            module, reads, conditions = _exported(model, inputs, autocast, dynamic)
     except CaptureError:
         raise
     except Exception as error:
@@ -72,7 +72,8 @@ def capture(
     assert module._out_spec is not None
     graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
-    captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device, reads)
+    guards = SizeGuards(conditions, inspect.signature(model.forward)) if dynamic else None
+    captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device, reads, guards)
     _check_scalars(model, captured)
     _check_recurrent(model, captured)
     _check_dynamic(model, captured)
@@ -82,15 +83,15 @@ def capture(
 
 def _exported(
     model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims
-) -> tuple[fx.GraphModule, tuple[Read, ...]]:
+) -> tuple[fx.GraphModule, tuple[Read, ...], tuple[str, ...]]:
     """Export ``model`` along the branches it takes in eager mode; if these cannot be exported, along its own for export.
 
-    Returned with it: what the model read of the inputs' values on its way.
+    Returned with it: what the model read of the inputs' values on its way, and the sizes' conditions.
     """
     args, kwargs = inputs.call()
     shapes = _dynamic_shapes(model, inputs, dynamic)
 
-    def export(values: KnownValues | None) -> tuple[fx.GraphModule, tuple[Read, ...]]:
+    def export(values: KnownValues | None) -> tuple[fx.GraphModule, tuple[Read, ...], tuple[str, ...]]:
         region = autocast.enter() if autocast else nullcontext()
         scope = nullcontext() if values is None else _as_if_eager(model, values)
         with (
@@ -105,7 +106,8 @@ def _exported(
             noted_in_nodes(model),
         ):
             exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
-        return exported.module(check_guards=False), () if values is None else tuple(values.reads)
+        reads = () if values is None else tuple(values.reads)
+        return exported.module(check_guards=False), reads, tuple(getattr(exported, "_guards_code", ()))
 
     for values in (KnownValues(inputs.leaves, numbers=False), KnownValues(inputs.leaves)):
         try:
@@ -179,7 +181,10 @@ def _as_if_eager(model: torch.nn.Module, values: KnownValues) -> Iterator[None]:
 
     def stand_in(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values.stand_in(Inputs.of(args, kwargs).leaves)
+        # What torch.compiler's functions answer where a model has them by other names; torch.export puts them back.
+        compiler._is_compiling_flag = compiler._is_exporting_flag = False
 
+    compiler: Any = torch.compiler
     hook = model.register_forward_pre_hook(stand_in, prepend=True, with_kwargs=True)
     try:
         with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -62,6 +63,24 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeGuards:
+    """What sizes a graph with symbolic dimensions is for: the branches its model took on them."""
+
+    conditions: tuple[str, ...]
+    """Of torch.export: expressions of ``L``, the arguments by name."""
+    signature: inspect.Signature
+    """Of the model's forward."""
+
+    def hold(self, inputs: Inputs) -> bool:
+        args, kwargs = inputs.call()
+        try:
+            scope = {"L": dict(self.signature.bind(*args, **kwargs).arguments)}
+            return all(eval(condition, {}, scope) for condition in self.conditions)
+        except Exception:  # a condition on something that is no argument
+            return False
+
+
+@dataclass(frozen=True, slots=True)
 class Captured:
     """A captured model: ``graph_module`` takes the leaves of ``Inputs`` and returns a tuple of output leaves."""
 
@@ -76,6 +95,16 @@ class Captured:
     """Device type of the autocast regions inside the model, if there are any."""
     reads: tuple[Read, ...] = ()
     """What the model read of its inputs' values; the graph is that of calls that read the same."""
+
+    guards: SizeGuards | None = None
+
+    def fits(self, inputs: Inputs) -> bool:
+        """True if the graph is the model's for the sizes of ``inputs``, as far as dynamic dimensions have others.
+
+        torch.export takes a symbolic size to be 2 at least.
+        """
+        sizes = (inputs.leaves[i].shape[d] for i, d in self.dynamic)
+        return all(size > 1 for size in sizes) and (self.guards is None or self.guards.hold(inputs))
 
     def call(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> Any:
         """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it.

@@ -192,9 +192,10 @@ def estimate(
         """Peak at another batch size, as it is or under the plan of the least peak."""
         other = resized(inputs, batch_dims(inputs), size)
         with on_fakes():
+            graph = dynamic() if dynamic().fits(other) else capture(model, other, region)
             if not recompute:
-                return eager_peak_bytes(model, dynamic(), other, step)
-            profile = profile_model(model, dynamic(), other, settings).profile
+                return eager_peak_bytes(model, graph, other, step)
+            profile = profile_model(model, graph, other, settings).profile
         return frontier_of(profile, settings)[-1].peak_bytes
 
     captures: list[Any] = []

@@ -23,6 +23,7 @@ from fxmem.effects import OpLog, Place, PythonState
 from fxmem.errors import CaptureError, first_lines
 from fxmem.fake import FakeWorld, ScalarReads, attributes_restored
 from fxmem.opaque import replaced
+from fxmem.replay import casts_kept
 from fxmem.structures import flattened
 from fxmem.switches import present
 from fxmem.values import seeing_values
@@ -120,9 +121,13 @@ def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, in
     fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
 
     def forward() -> tuple[Any, list[tuple[str, tuple[str, ...]]]]:
+        autocast = captured.autocast
         # No cast is to be at hand when the forward is run again.
-        context = captured.autocast.enter(cache_enabled=False) if captured.autocast else nullcontext()
-        with context, OpLog([fakes, [world.fake(p) for p in captured.parameters]]) as log:
+        with (
+            casts_kept(False),
+            autocast.enter() if autocast else nullcontext(),
+            OpLog([fakes, [world.fake(p) for p in captured.parameters]]) as log,
+        ):
             if module is model:
                 call = Inputs(tuple(fakes), inputs.spec).call()
                 with seeing_values(inputs.leaves, fakes):
@@ -178,6 +183,7 @@ def _harmless(node: Any) -> bool:
 
 
 _SEEDING = "Draw from a torch.Generator of the model's own instead."
+_CASTING = "Say with torch.autocast(..., cache_enabled=False) where no cast is to be kept."
 _HOOKING = "Set the hook on a parameter, or outside the model."
 _REMEDIES = {
     "Tensor.register_hook": _HOOKING,
@@ -187,6 +193,8 @@ _REMEDIES = {
     "torch.set_rng_state": _SEEDING,
     "torch.random.fork_rng": _SEEDING,
     "torch.inference_mode": "Use torch.no_grad.",
+    "torch.clear_autocast_cache": _CASTING,
+    "torch.set_autocast_cache_enabled": _CASTING,
     "a switch of torch.backends": "Set it around the whole step instead.",
 }
 """Calls inside a forward that no graph keeps, and what to do instead."""
@@ -242,5 +250,7 @@ def _calls_noted() -> Iterator[list[str]]:
         for module in (torch, torch.random):
             for name in ("manual_seed", "set_rng_state"):
                 stack.enter_context(noting(module, name, f"torch.{name}"))
+        for name in ("clear_autocast_cache", "set_autocast_cache_enabled"):
+            stack.enter_context(noting(torch, name, f"torch.{name}"))
         stack.enter_context(noting(torch.inference_mode, "__enter__", "torch.inference_mode"))
         yield noted

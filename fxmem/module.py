@@ -103,7 +103,8 @@ def optimize(
         inputs = Inputs.of_example(example_args, example_kwargs)
         if not model.training:
             raise InputError("the model is in eval mode; call model.train() first: a plan is for training")
-        region = None if autocast is None else Autocast(_device_type(model), autocast)
+        device_type = _device_type(model)
+        region = _ambient_autocast(device_type) if autocast is None else Autocast(device_type, autocast)
         optimized.compile_for(inputs, region)
     return optimized
 
@@ -139,11 +140,12 @@ class OptimizedModule(torch.nn.Module):
 
         A model that looks at its inputs' values has one of these for each way it took.
         """
-        signature = (arguments_of(inputs), autocast, present(), torch.get_default_dtype(), self._states.number())
+        signature = (arguments_of(inputs), *self._surroundings(autocast))
         ways: list[Compiled] = self._compiled.setdefault(signature, [])
         compiled = next((way for way in ways if way.captured.serves(inputs)), None)
         if compiled is None:
-            compiled = self._compile(inputs, autocast)
+            with torch.inference_mode(False), torch.enable_grad():
+                compiled = self._compile(inputs, autocast)
             ways.append(compiled)
             if len(ways) == MANY_WAYS:
                 warnings.warn(
@@ -154,10 +156,15 @@ class OptimizedModule(torch.nn.Module):
         self.__dict__["_latest"] = compiled
         return compiled
 
+    def _surroundings(self, autocast: Autocast | None) -> tuple[Any, ...]:
+        """Return what a plan depends on beside a call's arguments."""
+        dtypes = torch.get_default_dtype(), torch.get_autocast_dtype(_device_type(self.original))
+        return (autocast, dtypes, present(), self._states.number())
+
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
         _check_alone(self.original)
-        family = (arguments_of(inputs, with_sizes=False), autocast, present(), self._states.number())
+        family = (arguments_of(inputs, with_sizes=False), *self._surroundings(autocast))
         known: tuple[Captured, Inputs] | None = self._families.get(family)
         captured: Captured | None = None
         if known is not None:
@@ -165,7 +172,7 @@ class OptimizedModule(torch.nn.Module):
             dims = varying_dims(example, inputs)
             if not dims <= captured.dynamic:
                 captured = _captured_dynamic(self.original, inputs, autocast, dims | captured.dynamic)
-            elif not captured.serves(inputs):
+            elif not (captured.serves(inputs) and captured.fits(inputs)):
                 captured = None
         if captured is None:
             captured = capture_or_advise(self.original, inputs, autocast)
@@ -191,7 +198,8 @@ class OptimizedModule(torch.nn.Module):
 
         def floor_bytes(size: int) -> int:
             other = resized(inputs, captured.dynamic, size)
-            profiled = profile_model(self.original, captured, other, replace(self._settings, measure=False))
+            graph = captured if captured.fits(other) else capture(self.original, other, captured.autocast)
+            profiled = profile_model(self.original, graph, other, replace(self._settings, measure=False))
             return frontier_of(profiled.profile, self._settings)[-1].peak_bytes
 
         return largest_batch(floor_bytes, budget_bytes)

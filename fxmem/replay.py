@@ -101,9 +101,8 @@ class Autocast:
     device_type: str
     dtype: torch.dtype
 
-    def enter(self, *, cache_enabled: bool | None = None) -> torch.autocast:
-        """Return the region. ``cache_enabled``: None is as around it."""
-        return torch.autocast(self.device_type, self.dtype, cache_enabled=cache_enabled)
+    def enter(self) -> torch.autocast:
+        return torch.autocast(self.device_type, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +137,11 @@ class NodeReplay:
     def run(self, bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
         """Run the node on ``bases`` and put the bases of what it makes there; internals only if ``saved`` captures."""
         if self.casts_once:
-            with _casts_kept():
-                self._run(self._as_identified(bases), bases, saved)
+            try:
+                with casts_kept(True):
+                    self._run(self._as_identified(bases), bases, saved)
+            finally:
+                torch.clear_autocast_cache()
         else:
             self._run([self.argument(view, bases) for _, view in self.refs], bases, saved)
 
@@ -254,11 +256,9 @@ def autocast_as_in_forward(
 
 @contextmanager
 def _as_in_forward(autocast: Autocast | None, enabled: set[str]) -> Iterator[None]:
-    cache_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
     torch.autocast_increment_nesting()  # no region inside is the outermost then, which would clear the cache
     try:
-        with ExitStack() as stack:
+        with casts_kept(False), ExitStack() as stack:
             for device_type in enabled:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             if autocast is not None:
@@ -266,19 +266,17 @@ def _as_in_forward(autocast: Autocast | None, enabled: set[str]) -> Iterator[Non
             yield
     finally:
         torch.autocast_decrement_nesting()
-        torch.set_autocast_cache_enabled(cache_enabled)
 
 
 @contextmanager
-def _casts_kept() -> Iterator[None]:
-    """Let autocast keep a leaf's cast in the body, and forget it then."""
-    cache_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(True)
+def casts_kept(kept: bool) -> Iterator[None]:
+    """Switch autocast's cache on or off in the body; regions inside that do not say otherwise follow."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(kept)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(cache_enabled)
-        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
 
 
 def _never(_: object) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxmem.errors import InputError
 from fxmem.fake import ScalarReads
-from fxmem.replay import Autocast
+from fxmem.replay import Autocast, casts_kept
 from fxmem.types import Phase
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None
@@ -108,7 +108,8 @@ def run_step(
 
     ``keep_casts=False``: autocast's cache is off, so that no cast is at hand for the next step in a region around.
     """
-    with autocast.enter(cache_enabled=None if keep_casts else False) if autocast else nullcontext():
+    cache = nullcontext() if keep_casts else casts_kept(False)
+    with cache, autocast.enter() if autocast else nullcontext():
         on_phase(Phase.FORWARD)
         output = forward()
         on_phase(Phase.LOSS)

@@ -73,7 +73,7 @@ ONLY = {
     "values": {"types", "errors"},
     "structures": {"errors"},
     "captured": {"types", "errors", "values", "replay", "structures"},
-    "faithful": {"errors", "effects", "fake", "values", "switches", "structures", "captured", "opaque"},
+    "faithful": {"errors", "effects", "fake", "values", "switches", "replay", "structures", "captured", "opaque"},
     "capture": {
         "errors",
         "fake",

@@ -1,5 +1,6 @@
 """Issues that users filed elsewhere, each as a test named after it; beside some, a test that shows the peer failing."""
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -673,6 +674,58 @@ class Choosing(nn.Module):
 
 def test_attention_that_other_code_calls_keeps_its_backend() -> None:
     check(Choosing, torch.randn(2, 12, 16))
+
+
+class Branching(nn.Module):
+    """Doubles small batches, and those of an even size again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).sin()
+        if x.shape[0] < 6:
+            y = 2 * y
+        return y if x.shape[0] % 2 else 2 * y
+
+
+def test_a_batch_of_another_size_takes_its_own_branch() -> None:
+    eager, model = twins(Branching)
+    optimized = fxmem.optimize(model)
+    for size in (8, 4, 9, 3, 6, 1, 5, 2):
+        x = torch.randn(size, 8)
+        expected, actual = eager(x), optimized(x)
+        assert same_bits(expected, actual), size
+        expected.sum().backward()
+        actual.sum().backward()
+    assert_same_gradients(eager, model)
+    assert fxmem.estimate(Branching(), torch.randn(4, 8)).max_batch_size("1GB") > 9
+
+
+def test_planning_does_not_care_where_it_is_called() -> None:
+    eager, model = twins(Branching)
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        optimized = fxmem.optimize(model, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        fxmem.optimize(copy.deepcopy(model), x)
+        eager(x).float().sum().backward()
+        optimized(x).float().sum().backward()
+    assert_same_gradients(eager, model)
+
+
+def test_a_region_without_a_dtype_has_the_one_there_is() -> None:
+    eager, model = twins(lambda: Shared(lambda shared, x: _in_default_region(shared.first, x)))
+    optimized, x = fxmem.optimize(model), torch.randn(4, 8)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype, enabled=False):
+            assert same_bits(eager(x), optimized(x))
+
+
+def _in_default_region(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
+        return layer(x)
 
 
 def test_tensors_made_in_forward_follow_the_default_dtype() -> None:
