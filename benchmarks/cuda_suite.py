@@ -2,9 +2,8 @@
 
 The same measurements as on CPU at full-size models, under deterministic algorithms, with the bytes asked of the caching
 allocator as the measured peak beside the prediction and reserved bytes in the allocator's column (NOTE [What is
-measured], 2). Results go to
-``benchmarks/results/compare_gpu.json``; another call takes up where the last one stopped. Without a GPU it says so and
-measures nothing.
+measured], 2). Results go to ``benchmarks/results/compare_gpu.json``; another call takes up where the last one stopped.
+Without a GPU it says so and measures nothing.
 """
 
 from __future__ import annotations

@@ -26,11 +26,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
 from fxmem.captured import Captured, Dims, Inputs, SizeGuards, source_of, with_unused_state
+from fxmem.effects import replaced
 from fxmem.errors import CaptureError, InputError, first_lines
 from fxmem.faithful import check_faithful
 from fxmem.fake import attributes_restored, check_device, grouped_matmuls, no_value_checks
 from fxmem.frozen import with_frozen_norms
-from fxmem.opaque import Opaque, kept_whole, opaque_call, replaced
+from fxmem.opaque import Opaque, kept_whole, opaque_call
 from fxmem.regions import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
 from fxmem.replay import Autocast
 from fxmem.structures import outputs_looked_into
@@ -79,6 +80,18 @@ def capture(
     _check_dynamic(model, captured)
     check_faithful(model, captured, inputs)
     return captured
+
+
+def fitting(captured: Captured, model: torch.nn.Module, inputs: Inputs) -> Captured:
+    """Return ``captured`` if it is the graph of ``model`` for the sizes of ``inputs``, else that of these sizes."""
+    return captured if captured.fits(inputs) else capture(model, inputs, captured.autocast)
+
+
+@contextmanager
+def as_in_training() -> Iterator[None]:
+    """Plan in the body as for a training call, whatever grad mode there is around."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _exported(
@@ -179,17 +192,18 @@ def _check_recurrent(model: torch.nn.Module, captured: Captured) -> None:
 def _as_if_eager(model: torch.nn.Module, values: KnownValues) -> Iterator[None]:
     """Let the model take the branches it takes in eager mode, where it looks at values or asks if it is being compiled."""
 
+    compiler: Any = torch.compiler
+
     def stand_in(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values.stand_in(Inputs.of(args, kwargs).leaves)
         # What torch.compiler's functions answer where a model has them by other names; torch.export puts them back.
         compiler._is_compiling_flag = compiler._is_exporting_flag = False
 
-    compiler: Any = torch.compiler
     hook = model.register_forward_pre_hook(stand_in, prepend=True, with_kwargs=True)
     try:
         with (
-            replaced(torch.compiler, "is_exporting", lambda: False),
-            replaced(torch.compiler, "is_compiling", lambda: False),
+            replaced(compiler, "is_exporting", lambda: False),
+            replaced(compiler, "is_compiling", lambda: False),
             answered(values),
         ):
             yield

@@ -95,8 +95,8 @@ class Captured:
     """Device type of the autocast regions inside the model, if there are any."""
     reads: tuple[Read, ...] = ()
     """What the model read of its inputs' values; the graph is that of calls that read the same."""
-
     guards: SizeGuards | None = None
+    """What other sizes of the dynamic dimensions the graph is for."""
 
     def fits(self, inputs: Inputs) -> bool:
         """True if the graph is the model's for the sizes of ``inputs``, as far as dynamic dimensions have others.

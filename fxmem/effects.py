@@ -19,6 +19,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,6 +253,21 @@ def _set_python_generators(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy.random"].set_state(states[1])
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give ``owner`` another attribute ``name`` while the body runs."""
+    own = name in vars(owner)
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 # -- what a run computes -----------------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ import torch
 
 from fxmem.batch import batch_dims, largest_batch, resized
 from fxmem.budget import parse_bytes
-from fxmem.capture import capture
+from fxmem.capture import as_in_training, capture, fitting
 from fxmem.captured import Inputs
 from fxmem.cuda import Allocation, AllocatorPeaks
+from fxmem.effects import replaced
 from fxmem.errors import InputError
 from fxmem.fake import FakeWorld
-from fxmem.opaque import replaced
 from fxmem.pipeline import Settings, frontier_of, profile_as_captured, profile_model
 from fxmem.replay import Autocast
 from fxmem.report.text import unit_of
@@ -156,9 +156,8 @@ def estimate(
     world = FakeWorld(inputs.leaves, "cpu" if device is None or (on_cuda and not torch.cuda.is_available()) else device)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
         inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
-    first = next(iter((*model.parameters(), *inputs.tensors)))
-    device_type = world.fake(first).device.type if first.is_meta else first.device.type
-    region = None if autocast is None else Autocast(device_type, autocast)
+    device_type = world.fake(next(model.parameters(), inputs.tensors[0])).device.type
+    region = Autocast.of(device_type, autocast)
     on_cuda |= device_type == "cuda"
     events: list[Allocation] = []
     settings = Settings(
@@ -174,7 +173,7 @@ def estimate(
         """Stand in for parameters that have no bytes; real ones stay."""
         meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
         as_on_cuda = _for_each_on("cpu") if on_cuda and device_type == "cpu" else nullcontext()
-        with world.state_of(model) if meta else nullcontext(), as_on_cuda:
+        with as_in_training(), world.state_of(model) if meta else nullcontext(), as_on_cuda:
             yield
 
     with on_fakes():
@@ -192,7 +191,7 @@ def estimate(
         """Peak at another batch size, as it is or under the plan of the least peak."""
         other = resized(inputs, batch_dims(inputs), size)
         with on_fakes():
-            graph = dynamic() if dynamic().fits(other) else capture(model, other, region)
+            graph = fitting(dynamic(), model, other)
             if not recompute:
                 return eager_peak_bytes(model, graph, other, step)
             profile = profile_model(model, graph, other, settings).profile

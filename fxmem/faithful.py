@@ -19,10 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from fxmem.captured import Captured, Inputs
-from fxmem.effects import OpLog, Place, PythonState
+from fxmem.effects import OpLog, Place, PythonState, replaced
 from fxmem.errors import CaptureError, first_lines
 from fxmem.fake import FakeWorld, ScalarReads, attributes_restored
-from fxmem.opaque import replaced
 from fxmem.replay import casts_kept
 from fxmem.structures import flattened
 from fxmem.switches import present

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fxmem.effects import PythonState
+from fxmem.effects import PythonState, replaced
 from fxmem.errors import InputError
 
 aten = torch.ops.aten
@@ -180,11 +180,8 @@ def grouped_matmuls() -> Iterator[None]:
         dtype = kwargs.pop("out_dtype", None) or a.dtype
         return torch.empty_like(original(*as_bfloat16, *args, **kwargs), dtype=dtype)
 
-    _meta._meta_grouped_mm_common = of_any_dtype
-    try:
+    with replaced(_meta, "_meta_grouped_mm_common", of_any_dtype):
         yield
-    finally:
-        _meta._meta_grouped_mm_common = original
 
 
 class TruerFakes(TorchDispatchMode):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxmem.capture import capture
+from fxmem.capture import as_in_training, capture
 from fxmem.captured import Inputs
 from fxmem.errors import InputError
 from fxmem.measure import may_measure
@@ -87,8 +87,9 @@ def frontier(
         cache=cache,
     )
     device_type = next((p.device.type for p in model.parameters()), "cpu")
-    region = None if autocast is None else Autocast(device_type, autocast)
-    profile = profile_model(model, capture(model, inputs, region), inputs, settings).profile
+    with as_in_training():
+        captured = capture(model, inputs, Autocast.of(device_type, autocast))
+        profile = profile_model(model, captured, inputs, settings).profile
     step_seconds = profile.step_seconds or 1.0
     return Frontier(
         BudgetPoint(

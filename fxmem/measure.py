@@ -44,8 +44,6 @@ TAPE_SECONDS = 150e-6
 runs under hooks in forward, two of them for a recipe, and 50 us to unpack and set up the re-run."""
 EVICTING_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """What is written between runs: more than a core's own cache, or a GPU's."""
-
-
 WAITING_CYCLES = 1_000_000
 """Of a GPU's clock, about half a millisecond: longer than Python takes to launch an op's kernels."""
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxmem.batch import largest_batch, resized, varying_dims
 from fxmem.budget import parse_bytes, parse_gigabytes
-from fxmem.capture import capture
+from fxmem.capture import as_in_training, capture, fitting
 from fxmem.captured import Captured, Dims, Inputs
 from fxmem.cuda import cublas_workspace_bytes
 from fxmem.errors import BudgetError, CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
@@ -67,7 +67,8 @@ def optimize(
     bytes or as text (``"24GiB"``); with neither, what the model's CUDA device has free for it, on CPU no bound.
     ``optimizer`` (instance, class, name or None) says what state and step to count. ``loss_fn(output)`` returns the
     scalar loss; default: ``output.loss``, else the sum of the floating outputs. ``autocast``: the dtype of the autocast
-    region the training calls run in, where an example is given; a call inside a region is planned for that region.
+    region the training calls run in, where an example is given; a call inside a region is planned for that region, and
+    its peak, which counts casts of weights until the region ends, is an upper bound if that is before the step does.
     ``accumulate``: whether gradients are there when a step starts, as in gradient accumulation over micro-batches and
     after ``zero_grad(set_to_none=False)``. ``scaler``: the ``torch.amp.GradScaler`` of the step, if there is one.
     ``planner``: a name in ``fxmem.planners.PLANNERS``; it searches for at most about ``plan_seconds`` of CPU time,
@@ -103,9 +104,7 @@ def optimize(
         inputs = Inputs.of_example(example_args, example_kwargs)
         if not model.training:
             raise InputError("the model is in eval mode; call model.train() first: a plan is for training")
-        device_type = _device_type(model)
-        region = _ambient_autocast(device_type) if autocast is None else Autocast(device_type, autocast)
-        optimized.compile_for(inputs, region)
+        optimized.compile_for(inputs, Autocast.of(_device_type(model), autocast))
     return optimized
 
 
@@ -144,7 +143,7 @@ class OptimizedModule(torch.nn.Module):
         ways: list[Compiled] = self._compiled.setdefault(signature, [])
         compiled = next((way for way in ways if way.captured.serves(inputs)), None)
         if compiled is None:
-            with torch.inference_mode(False), torch.enable_grad():
+            with as_in_training():
                 compiled = self._compile(inputs, autocast)
             ways.append(compiled)
             if len(ways) == MANY_WAYS:
@@ -158,7 +157,7 @@ class OptimizedModule(torch.nn.Module):
 
     def _surroundings(self, autocast: Autocast | None) -> tuple[Any, ...]:
         """Return what a plan depends on beside a call's arguments."""
-        dtypes = torch.get_default_dtype(), torch.get_autocast_dtype(_device_type(self.original))
+        dtypes = torch.get_default_dtype(), torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
         return (autocast, dtypes, present(), self._states.number())
 
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
@@ -198,7 +197,7 @@ class OptimizedModule(torch.nn.Module):
 
         def floor_bytes(size: int) -> int:
             other = resized(inputs, captured.dynamic, size)
-            graph = captured if captured.fits(other) else capture(self.original, other, captured.autocast)
+            graph = fitting(captured, self.original, other)
             profiled = profile_model(self.original, graph, other, replace(self._settings, measure=False))
             return frontier_of(profiled.profile, self._settings)[-1].peak_bytes
 
@@ -247,7 +246,7 @@ class OptimizedModule(torch.nn.Module):
                 "saved-tensor hooks that recompute; apply the transform to the unoptimized model, model.original"
             )
         inputs = Inputs.of(args, kwargs)
-        compiled = self.compile_for(inputs, _ambient_autocast(_device_type(self.original)))
+        compiled = self.compile_for(inputs, Autocast.of(_device_type(self.original)))
         return compiled.captured.call(compiled.graph_module, inputs.leaves)
 
     def train(self, mode: bool = True) -> OptimizedModule:
@@ -312,12 +311,6 @@ def _captured_dynamic(model: torch.nn.Module, inputs: Inputs, autocast: Autocast
         return capture(model, inputs, autocast, dims)
     except CaptureError:
         return None
-
-
-def _ambient_autocast(device_type: str) -> Autocast | None:
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    return Autocast(device_type, torch.get_autocast_dtype(device_type))
 
 
 def _device_type(model: torch.nn.Module) -> str:

@@ -29,6 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import BackwardHook
 
+from fxmem.effects import replaced
 from fxmem.errors import CaptureError
 from fxmem.fake import TruerFakes
 from fxmem.structures import holds_tensors
@@ -258,18 +259,3 @@ def name_of(function: Any) -> str:
     owner = getattr(function, "__self__", None)
     name = str(getattr(function, "__name__", type(function).__name__))
     return f"{owner.__name__}.{name}" if isinstance(owner, type) else name
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give ``owner`` another attribute ``name`` while the body runs."""
-    own = name in vars(owner)
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

@@ -143,13 +143,13 @@ class _Builder:
         never_made_anew = self._never_made_anew()
         reasons = dict.fromkeys(held_elsewhere, "held by something other than autograd") | never_made_anew
         groups = self._recipes(reasons)
-        seen = self._rerun([self._replay(nodes, never_made_anew) for nodes in groups])
-        for group, found in zip(groups, seen, strict=True):
-            if found is None:
+        found = self._rerun([self._replay(nodes, never_made_anew) for nodes in groups])
+        for group, one in zip(groups, found, strict=True):
+            if one is None:
                 why = f"a re-run of {self.seen.nodes[group[-1]].node.name} saves other tensors than its forward"
                 reasons |= {s: reasons.get(s, why) for s in self._made(group)}
-        groups = [group for group, found in zip(groups, seen, strict=True) if found is not None]
-        replays, measured = [found[0] for found in seen if found], [found[1] for found in seen if found]
+        good = [(group, *one) for group, one in zip(groups, found, strict=True) if one is not None]
+        replays = [replay for _, replay, _ in good]
         recipe_of = {p: r for r, replay in enumerate(replays) for p in replay.products}
         saves = Counter(s for node in self.seen.nodes for s in node.saves)
         storages = tuple(
@@ -176,7 +176,7 @@ class _Builder:
                 peak_bytes=rerun.peak_bytes,
                 capture_peak_bytes=rerun.capture_peak_bytes,
             )
-            for r, (nodes_of, replay, rerun) in enumerate(zip(groups, replays, measured, strict=True))
+            for r, (nodes_of, replay, rerun) in enumerate(good)
         )
         graph_profile = GraphProfile(
             nodes,
@@ -353,17 +353,16 @@ class _Builder:
                 if key not in self.reruns:
                     self.reruns[key] = self._seen_rerun(replay)
                 rerun = self.reruns[key]
-                found.append(None if rerun is None else (_casting(replay, once=rerun.casts_once), rerun))
+                found.append(None if rerun is None else (_casting_once(replay) if rerun.casts_once else replay, rerun))
         return found
 
     def _seen_rerun(self, replay: Replay) -> Rerun | None:
         if not any(node.internals for node in replay.nodes):
             peak_bytes = self._peak(replay, capture=False)
             return Rerun(peak_bytes, peak_bytes, casts_once=False)
-        for once in (False, True):
-            casting = _casting(replay, once=once)
+        for once, way in ((False, replay), (True, _casting_once(replay))):
             with suppress(PlanMismatchError):
-                return Rerun(self._peak(casting, capture=False), self._peak(casting, capture=True), once)
+                return Rerun(self._peak(way, capture=False), self._peak(way, capture=True), once)
         return None
 
     def _peak(self, replay: Replay, *, capture: bool) -> int:
@@ -395,9 +394,8 @@ class _Builder:
         return self.seen.devices[next(v.storage for p, v, _ in self.seen.nodes[node].reads if p == argument)]
 
 
-def _casting(replay: Replay, *, once: bool) -> Replay:
-    nodes = replay.nodes if not once else tuple(replace(node, casts_once=True) for node in replay.nodes)
-    return replace(replay, nodes=nodes)
+def _casting_once(replay: Replay) -> Replay:
+    return replace(replay, nodes=tuple(replace(node, casts_once=True) for node in replay.nodes))
 
 
 def _signature(replay: Replay) -> object:

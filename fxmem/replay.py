@@ -101,6 +101,13 @@ class Autocast:
     device_type: str
     dtype: torch.dtype
 
+    @staticmethod
+    def of(device_type: str, dtype: torch.dtype | None = None) -> Autocast | None:
+        """Return the region of ``dtype``; None: the one there is around the call, if there is any."""
+        if dtype is None and torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        return None if dtype is None else Autocast(device_type, dtype)
+
     def enter(self) -> torch.autocast:
         return torch.autocast(self.device_type, self.dtype)
 

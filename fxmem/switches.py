@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxmem.effects import replaced
+
 Switches = tuple[object, ...]
 """The values of all switches."""
 
@@ -92,11 +94,10 @@ def noted_in_nodes(model: torch.nn.Module) -> Iterator[None]:
 
     hook = model.register_forward_pre_hook(lambda *_: begun.append(present()), prepend=True)
     end = model.register_forward_hook(lambda *_: begun.clear())
-    fx.Graph.create_node = noting  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with replaced(fx.Graph, "create_node", noting):
+            yield
     finally:
-        fx.Graph.create_node = create_node  # type: ignore[method-assign]
         hook.remove()
         end.remove()
         _set(present(), around)

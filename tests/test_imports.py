@@ -76,6 +76,7 @@ ONLY = {
     "faithful": {"errors", "effects", "fake", "values", "switches", "replay", "structures", "captured", "opaque"},
     "capture": {
         "errors",
+        "effects",
         "fake",
         "values",
         "switches",

@@ -525,17 +525,12 @@ def test_a_rerun_has_the_backends_of_its_forward(around: str) -> None:
 
 
 def test_other_switches_inside_a_model_are_refused_by_name() -> None:
-    class Switching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.backends.mkldnn.flags(enabled=False):
-                return self.layer(x)
+    def switching(model: Any, x: Tensor) -> Tensor:
+        with torch.backends.mkldnn.flags(enabled=False):
+            return cast(Tensor, model.first(x))
 
     with pytest.raises(fxmem.CaptureError, match=r"a switch of torch\.backends in forward.*around the whole step"):
-        fxmem.optimize(Switching(), torch.randn(2, 8))
+        fxmem.optimize(Shared(switching), torch.randn(2, 8))
 
 
 # -- regions inside regions, and inside the user's -------------------------------------------------------------------------
@@ -676,22 +671,16 @@ def test_attention_that_other_code_calls_keeps_its_backend() -> None:
     check(Choosing, torch.randn(2, 12, 16))
 
 
-class Branching(nn.Module):
-    """Doubles small batches, and those of an even size again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x).sin()
-        if x.shape[0] < 6:
-            y = 2 * y
-        return y if x.shape[0] % 2 else 2 * y
+def by_size(model: Any, x: Tensor) -> Tensor:
+    """Goes through another layer with large batches, and doubles those of an even size."""
+    y = model.first(x).sin()
+    if x.shape[0] > 5:
+        y = model.last(y).exp().sin()
+    return cast(Tensor, y if x.shape[0] % 2 else y.mul_(2))
 
 
 def test_a_batch_of_another_size_takes_its_own_branch() -> None:
-    eager, model = twins(Branching)
+    eager, model = twins(lambda: Shared(by_size))
     optimized = fxmem.optimize(model)
     for size in (8, 4, 9, 3, 6, 1, 5, 2):
         x = torch.randn(size, 8)
@@ -700,15 +689,26 @@ def test_a_batch_of_another_size_takes_its_own_branch() -> None:
         expected.sum().backward()
         actual.sum().backward()
     assert_same_gradients(eager, model)
-    assert fxmem.estimate(Branching(), torch.randn(4, 8)).max_batch_size("1GB") > 9
+    small, large = (fxmem.estimate(model, torch.randn(size, 8), optimizer=None) for size in (4, 9))
+    assert small.max_batch_size(large.floor_bytes, recompute=True) == 9
 
 
 def test_planning_does_not_care_where_it_is_called() -> None:
-    eager, model = twins(Branching)
+    eager, model = twins(lambda: Shared(plain))
     x = torch.randn(4, 8)
-    with torch.no_grad():
-        optimized = fxmem.optimize(model, x)
+
+    def peaks(autocast: torch.dtype | None = None) -> tuple[int, int]:
+        estimated = fxmem.estimate(model, x, autocast=autocast).peak_bytes
+        return estimated, fxmem.frontier(model, x, autocast=autocast, cost="a100")[0].predicted_peak_bytes
+
+    expected, of_region = peaks(), peaks(torch.bfloat16)
+    for grad_mode in (torch.no_grad(), torch.inference_mode()):
+        with grad_mode:
+            optimized = fxmem.optimize(model, x)
+            assert peaks() == expected
     with torch.autocast("cpu", torch.bfloat16):
+        assert peaks() > of_region  # casts that the region around may hold on to are counted
+        assert peaks(torch.bfloat16) == peaks()
         fxmem.optimize(copy.deepcopy(model), x)
         eager(x).float().sum().backward()
         optimized(x).float().sum().backward()
