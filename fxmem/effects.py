@@ -276,7 +276,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 class OpLog(TorchDispatchMode):
     """Notes the ops of a run, with their scalars, as far as they depend on ``tensors`` or on random numbers.
 
-    Tables that a model computes from nothing but sizes and caches (positions, rotations) are left out.
+    Tables that a model computes from nothing but sizes and caches (positions, rotations) are left out, and so are views
+    and assertions.
     """
 
     def __init__(self, tensors: Any) -> None:
@@ -289,7 +290,7 @@ class OpLog(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if func.namespace == "prim":
+        if func.namespace == "prim" or func.is_view or not (func._schema.returns or func._schema.is_mutable):
             return output
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         if seeded or any(_storage_key(t) in self._depends for t in tensors):

@@ -58,6 +58,21 @@ def check_faithful(model: torch.nn.Module, captured: Captured, inputs: Inputs) -
         ) from error
     _check_effects(model, eager, graph)
     _check_autograd(model, eager, graph)
+    _check_ops(model, eager, graph)
+
+
+def _check_ops(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
+    """Raise ``CaptureError`` if the graph computes what the model does not; what it lacks is of no use to its outputs.
+
+    A copy is what becomes of a buffer that the model replaces by another.
+    """
+    ops = iter(eager.ops)
+    foreign = next((op for op in graph.ops if op[0] != "aten.copy_.default" and op not in ops), None)
+    if foreign is not None:
+        raise CaptureError(
+            f"the captured graph of {type(model).__name__} computes {_written(foreign)} where the model itself does not. "
+            "Its forward may ask whether it is being traced, and take another branch then: let it take the one of eager."
+        )
 
 
 def _check_autograd(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
@@ -111,7 +126,11 @@ def _check_effects(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
 
 def _first_difference(first: list[tuple[str, tuple[str, ...]]], second: list[tuple[str, tuple[str, ...]]]) -> list[str]:
     pairs = zip_longest(first, second, fillvalue=("nothing more", ()))
-    return [f"{op}({', '.join(scalars)})" for op, scalars in next(pair for pair in pairs if pair[0] != pair[1])]
+    return [_written(op) for op in next(pair for pair in pairs if pair[0] != pair[1])]
+
+
+def _written(op: tuple[str, tuple[str, ...]]) -> str:
+    return f"{op[0]}({', '.join(op[1])})"
 
 
 def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, inputs: Inputs, *, twice: bool) -> _Run:

@@ -27,12 +27,13 @@ class _FrozenBatchNorm(torch.autograd.Function):
         bias: torch.Tensor | None,
         running_mean: torch.Tensor,
         running_var: torch.Tensor,
+        momentum: float,
         eps: float,
         cudnn_enabled: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(weight, running_mean, running_var)
         ctx.eps = eps
-        return torch.batch_norm(x, weight, bias, running_mean, running_var, False, 0.0, eps, cudnn_enabled)
+        return torch.batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps, cudnn_enabled)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -42,7 +43,7 @@ class _FrozenBatchNorm(torch.autograd.Function):
         found = aten.native_batch_norm_backward(
             grad, grad.detach(), weight, mean, var, None, None, False, ctx.eps, needs
         )
-        return (found[0], *[None] * 6)
+        return (found[0], *[None] * 7)
 
 
 def frozen_batch_norm(
@@ -57,7 +58,9 @@ def frozen_batch_norm(
     cudnn_enabled: bool,
 ) -> torch.Tensor:
     """Return what ``aten.batch_norm`` returns for these arguments, in eval mode and with frozen weight and bias."""
-    y = _FrozenBatchNorm.apply(x, weight, bias, running_mean, running_var, eps, cudnn_enabled)  # type: ignore[no-untyped-call]
+    y = _FrozenBatchNorm.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, running_mean, running_var, momentum, eps, cudnn_enabled
+    )
     return cast(torch.Tensor, y)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx._symbolic_trace import is_fx_tracing
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -531,6 +532,15 @@ def test_other_switches_inside_a_model_are_refused_by_name() -> None:
 
     with pytest.raises(fxmem.CaptureError, match=r"a switch of torch\.backends in forward.*around the whole step"):
         fxmem.optimize(Shared(switching), torch.randn(2, 8))
+
+
+@pytest.mark.parametrize("asked", [is_fx_tracing, lambda: not torch.backends.mkldnn.enabled], ids=["tracing", "oneDNN"])
+def test_another_branch_while_it_is_traced_is_refused_by_name(asked: Callable[[], bool]) -> None:
+    def asking(model: Any, x: Tensor) -> Tensor:
+        return cast(Tensor, model.first(x) * (2 if asked() else 3))
+
+    with pytest.raises(fxmem.CaptureError, match=r"computes aten\.mul\.Tensor\(2\) where the model itself does not"):
+        fxmem.optimize(Shared(asking), torch.randn(2, 8))
 
 
 # -- regions inside regions, and inside the user's -------------------------------------------------------------------------
