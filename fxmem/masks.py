@@ -22,6 +22,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fxmem.bindings import callable_of
 from fxmem.captured import Captured, with_unused_state
 from fxmem.fake import FakeWorld, made_outside
 from fxmem.profile import Profiled
@@ -201,6 +202,8 @@ def _with_byte_masks(parts: fx.GraphModule) -> bool:
             for node in (product, noise, *noise.all_input_nodes, *noise.args[0].all_input_nodes):
                 parts.graph.erase_node(node)
             found = True
+    for node in parts.graph.nodes:
+        node.target = callable_of(node) if node.op == "call_function" else node.target
     parts.recompile()
     return found
 

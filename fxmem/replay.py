@@ -75,6 +75,11 @@ class View(NamedTuple):
         """True if ``tensor`` has this very size, stride and offset."""
         return tensor.size() == self.size and tensor.stride() == self.stride and tensor.storage_offset() == self.offset
 
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """True if this is ``View.of(tensor)``, whatever storage that is."""
+        same = self.lies_as(tensor) and tensor.dtype is self.dtype
+        return same and tensor.is_conj() == self.conj and tensor.is_neg() == self.neg
+
     def same_layout(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor`` has this dtype, size, offset and, where a dimension is longer than 1, stride."""
         if tensor.dtype is not self.dtype or tensor.size() != self.size or tensor.storage_offset() != self.offset:
@@ -247,6 +252,9 @@ class Replay:
                 node.run(bases, saved)
 
 
+_NOTHING = nullcontext()
+
+
 def autocast_as_in_forward(
     autocast: Autocast | None, devices: Sequence[torch.device], *, regions_inside: bool = False
 ) -> AbstractContextManager[object]:
@@ -255,9 +263,10 @@ def autocast_as_in_forward(
     A backward may run inside the user's autocast region; a graph planned without autocast re-runs without.
     ``regions_inside``: some ops enter regions of their own.
     """
-    enabled = {device.type for device in devices if torch.is_autocast_enabled(device.type)}
+    in_region: bool = torch._C._is_any_autocast_enabled()
+    enabled = {device.type for device in devices if torch.is_autocast_enabled(device.type)} if in_region else set()
     if autocast is None and not enabled and not regions_inside:
-        return nullcontext()
+        return _NOTHING
     return _as_in_forward(autocast, enabled)
 
 
@@ -368,6 +377,8 @@ def leaves_of(tree: Any) -> list[Any]:
 def _append_leaves(tree: Any, leaves: list[Any]) -> None:
     kind = type(tree)
     if kind is tuple or kind is list or kind is dict:
+        if not tree:
+            return
         for part in tree.values() if kind is dict else tree:
             if type(part) in _LEAVES:
                 leaves.append(part)

@@ -245,10 +245,11 @@ class Tape:
         """Say of each fresh saved tensor whether it is an output or an internal, and drop it if the plan says so."""
         if not node.drops_fresh:
             return
-        leaves = leaves_of(output)
-        storages = {leaves[place].untyped_storage()._cdata: view.storage for place, view in node.outputs}
-        outputs = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        internal_keys = list(dict.fromkeys(saved.key for saved in fresh if saved.key not in outputs))
+        leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
+        keys = [leaf.untyped_storage()._cdata if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+        views = {keys[place]: view for place, view in node.outputs}
+        storages = {key: view.storage for key, view in views.items()}
+        internal_keys = list(dict.fromkeys([saved.key for saved in fresh if saved.key not in keys]))
         if len(internal_keys) == len(node.internals):
             storages.update(zip(internal_keys, node.internals, strict=True))
         else:
@@ -261,7 +262,10 @@ class Tape:
             storage = storages.get(saved.key, -1)
             if storage in self.table.dropped:
                 assert type(saved.settled) is Held
-                saved.settled = Handle(self._slot(storage), View.of(saved.settled.tensor, storage))
+                tensor, view = saved.settled.tensor, views.get(saved.key)
+                if view is None or not view.is_of(tensor):
+                    view = View.of(tensor, storage)
+                saved.settled = Handle(self._slot(storage), view)
 
     def _slot(self, storage: int) -> Slot:
         assert self._open is not None, "the forward is over"
@@ -278,7 +282,7 @@ class Tape:
         for storage in node.connects:
             recipe = table.recipe_of[storage]
             assert recipe is not None
-            self._slot(storage).inputs = tuple(self._slot(i) for i in table.recipe_inputs[recipe])
+            self._slot(storage).inputs = tuple([self._slot(i) for i in table.recipe_inputs[recipe]])
         for storage in node.frees:
             self._open.pop(storage, None)
 

@@ -56,15 +56,20 @@ def present() -> Switches:
     return tuple([tuple(value) if type(value := get()) is list else value for get in _GETTERS])
 
 
-@contextmanager
-def under(switches: Switches) -> Iterator[None]:
+class under:
     """Run the body under ``switches``; put back those before."""
-    before = present()
-    _set(before, switches)
-    try:
-        yield
-    finally:
-        _set(switches, before)
+
+    __slots__ = ("_before", "_switches")
+
+    def __init__(self, switches: Switches) -> None:
+        self._switches = switches
+
+    def __enter__(self) -> None:
+        self._before = present()
+        _set(self._before, self._switches)
+
+    def __exit__(self, *exc: object) -> None:
+        _set(self._switches, self._before)
 
 
 def _set(before: Switches, after: Switches) -> None:
