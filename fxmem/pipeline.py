@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import fx
@@ -78,13 +79,16 @@ def compile_model(
     """
     start = time.perf_counter()
     captured = captured or capture(model, inputs, autocast)
-    plain = profile_as_captured(model, captured, inputs, settings)
-    profiled = profile_for_short_memory(plain, model, inputs, settings)
-    points = frontier_of(profiled.profile, settings)
-    chosen = emit_if_all_fits(plain, inputs, settings) if plain is not profiled else None
-    if chosen is not None:
-        profiled = plain
-    else:
+    profiled = plain = profile_as_captured(model, captured, inputs, settings)
+
+    @cache
+    def planned() -> tuple[Profiled, tuple[FrontierPoint, ...]]:
+        profiled = profile_for_short_memory(plain, model, inputs, settings)
+        return profiled, frontier_of(profiled.profile, settings)
+
+    chosen = emit_if_all_fits(plain, inputs, settings)
+    if chosen is None:
+        profiled, points = planned()
         chosen = emit_within_budget(profiled, inputs, settings, points)
     eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, gradients=profiled.gradients)
     report = build_report(
@@ -93,7 +97,7 @@ def compile_model(
         chosen.verification,
         budget_bytes=settings.budget_bytes,
         eager_peak_bytes=eager_bytes,
-        floor_bytes=points[-1].peak_bytes,
+        least_bytes=lambda: planned()[1][-1].peak_bytes,
         peak_step=chosen.timeline.peak_step,
         bound_seconds=lower_bound(
             profiled.profile, settings.budget_bytes or chosen.point.peak_bytes, chosen.point.recompute_seconds
@@ -112,28 +116,25 @@ def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, se
 
 
 def profile_as_captured(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
-    """Return the profile of ``captured``, in place where that is safe."""
+    """Return the profile of ``captured``, in place where that is safe, with estimated times."""
     hardware = settings.hardware or _hardware_of(model)
     profiled = profile(captured, inputs, hardware.seconds, settings.step)
     decisions = decide(profiled) if settings.inplace else ()
     if any(not decision.why_not for decision in decisions):
         captured = in_place(captured, decisions)
         profiled = profile(captured, inputs, hardware.seconds, settings.step, profiled)
-    profiled = replace(profiled, inplace=decisions)
-    return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
+    return replace(profiled, inplace=decisions)
 
 
 def profile_for_short_memory(
     profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings
 ) -> Profiled:
-    """Return the profile of the same graph with dropout masks of bytes; the very same object if it has no others."""
+    """Return the profile of the same graph, its dropout masks of bytes, with times of the device or the one asked for."""
     narrow = with_byte_masks(profiled, lambda node: any(matches(where, node) for where, _ in settings.policy))
-    if narrow is profiled.captured:
-        return profiled
-    hardware = settings.hardware or _hardware_of(model)
-    found = profile(narrow, inputs, hardware.seconds, settings.step, profiled)
-    found = replace(found, inplace=profiled.inplace)
-    return with_measured_times(found, cache=settings.cache) if settings.measure else found
+    if narrow is not profiled.captured:
+        hardware = settings.hardware or _hardware_of(model)
+        profiled = replace(profile(narrow, inputs, hardware.seconds, settings.step, profiled), inplace=profiled.inplace)
+    return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
 
 
 def _keep_all(graph_profile: GraphProfile) -> FrontierPoint:

@@ -106,7 +106,7 @@ def test_optimize_measures_unless_told_otherwise(monkeypatch) -> None:
     monkeypatch.setattr(pipeline, "with_measured_times", lambda profiled, cache: measured.append(cache) or profiled)
     for cost, environment, num_times in (("auto", "0", 0), ("measure", "0", 1), ("cpu", "1", 1), ("auto", "1", 2)):
         monkeypatch.setenv("FXMEM_MEASURE", environment)
-        fxmem.optimize(model, x, cost=cost)
+        assert fxmem.optimize(model, x, cost=cost).report.floor_bytes
         assert len(measured) == num_times
     with pytest.raises(fxmem.InputError, match="unknown cost 'measured'; known: a100, auto, "):
         fxmem.optimize(model, x, cost="measured")

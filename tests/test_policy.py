@@ -205,10 +205,29 @@ def test_the_cache_can_be_switched_off(place, monkeypatch) -> None:
     assert not place.exists()
     monkeypatch.setenv("FXMEM_CACHE", "1")
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    fxmem.optimize(model, torch.randn(2, 4), cache=False)
+    assert fxmem.optimize(model, torch.randn(2, 4), cache=False).report.floor_bytes
     assert not place.exists()
-    fxmem.optimize(model, torch.randn(2, 4))
+    assert fxmem.optimize(model, torch.randn(2, 4)).report.floor_bytes
     assert list(place.iterdir())
+
+
+def test_what_fits_as_it_is_is_not_planned(monkeypatch) -> None:
+    planned: list[float] = []
+
+    def planner(profile, *, seconds: float):
+        planned.append(seconds)
+        return PLANNERS["chen"](profile, seconds=seconds)
+
+    monkeypatch.setitem(PLANNERS, "auto", planner)
+    model, x = nn.Sequential(*[nn.Linear(8, 8), nn.GELU()] * 4), torch.randn(64, 8)
+    report = fxmem.optimize(model, x, budget=1 << 20, optimizer=None).report
+    assert not planned
+    assert "least reachable" not in str(report)
+    assert report.predicted_peak_bytes > report.floor_bytes == report.floor_bytes
+    assert len(planned) == 1
+    tight = fxmem.optimize(model, x, budget=report.predicted_peak_bytes - 1, optimizer=None).report
+    assert len(planned) == 2
+    assert "least reachable" in str(tight)
 
 
 def test_the_oldest_files_go_first(place, monkeypatch) -> None:

@@ -5,6 +5,7 @@ In: a profile, the plan chosen, its verified figures. Out: a :class:`Report`; ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +41,6 @@ class Report:
     """Peak of the emitted module, verified on fakes."""
     eager_peak_bytes: int
     """Peak of the original model's own step."""
-    floor_bytes: int
-    """The least peak any plan found reaches."""
     overhead_seconds: float
     """Estimated time of what is recomputed in one step."""
     overhead_ratio: float
@@ -66,6 +65,12 @@ class Report:
     """The same if nothing is dropped."""
     graph: tuple[GraphNode, ...] = field(repr=False)
     """The captured graph with what the plan does, in order of execution."""
+    _least_bytes: Callable[[], int] = field(repr=False, compare=False)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The least peak any plan found reaches. Where nothing had to be dropped, asking for it plans, once."""
+        return self._least_bytes()
 
     def plot_memory(self, axes: Any = None) -> Any:
         """Return a matplotlib figure: memory over the step before and after, phases shaded, the budget a line."""
@@ -109,7 +114,7 @@ def build_report(
     *,
     budget_bytes: int | None,
     eager_peak_bytes: int,
-    floor_bytes: int,
+    least_bytes: Callable[[], int],
     peak_step: int,
     bound_seconds: float,
     plan_seconds: float,
@@ -117,7 +122,10 @@ def build_report(
     inplace: tuple[InplaceDecision, ...],
     cuda: AllocatorPeaks | None = None,
 ) -> Report:
-    """Return the report of ``point``; no plan within the budget recomputes for less than ``bound_seconds``."""
+    """Return the report of ``point``; no plan within the budget recomputes for less than ``bound_seconds``.
+
+    ``least_bytes``: called when the least reachable peak is asked for.
+    """
     dropped = set(point.plan.dropped)
     rows = tuple(
         Row(
@@ -135,7 +143,6 @@ def build_report(
         budget_bytes=budget_bytes,
         predicted_peak_bytes=verification.verified_bytes,
         eager_peak_bytes=eager_peak_bytes,
-        floor_bytes=floor_bytes,
         overhead_seconds=point.recompute_seconds,
         overhead_ratio=point.recompute_seconds / profile.step_seconds if profile.step_seconds else 0.0,
         gap_ratio=(point.recompute_seconds - bound_seconds) / profile.step_seconds if profile.step_seconds else 0.0,
@@ -149,6 +156,7 @@ def build_report(
         timeline=simulate(profile, point.plan, with_steps=True),
         eager_timeline=simulate(profile, keep_all(profile), with_steps=True),
         graph=graph_nodes(profile, point.plan),
+        _least_bytes=least_bytes,
     )
 
 
@@ -180,7 +188,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         ("budget", budget),
         ("predicted peak", sized(report.predicted_peak_bytes)),
         ("eager peak", sized(report.eager_peak_bytes)),
-        ("least reachable peak", sized(report.floor_bytes)),
+        *([("least reachable peak", sized(report.floor_bytes))] if report.dropped_bytes else []),
         ("parameters", sized(report.static.parameters_bytes)),
         ("optimizer state", sized(report.static.optimizer_state_bytes)),
         ("buffers and batch", sized(report.static.buffers_bytes + report.static.inputs_bytes)),
