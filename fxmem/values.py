@@ -9,6 +9,7 @@ which change in every step.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,6 +97,11 @@ _NUMBERS = frozenset(
         torch.Tensor.__index__,
     }
 )
+_ASSIGNMENTS = frozenset({"__setitem__", *(n for n in dir(operator) if n.startswith("__i"))}) - {
+    "__index__",
+    "__inv__",
+    "__invert__",
+}
 _CONSTANTS = frozenset({torch.arange, torch.full, torch.ones, torch.tensor, torch.zeros})
 
 
@@ -142,27 +148,37 @@ class KnownValues(TorchFunctionMode):
             if _varies(value):
                 self.reads.append(Read(func, value, seen))
             return seen
+        if not _writes(func, kwargs):
+            output = func(*args, **kwargs)
+            if isinstance(output, torch.Tensor | tuple | list):
+                self._note(output, self._computed(func, args, kwargs, fresh=_tensors(output)))
+            return output
+        out, target = kwargs.get("out"), args[0] if args else None
+        computed = None if out is not None else self._computed(_written, (func, *args), kwargs, fresh=[target])
         output = func(*args, **kwargs)
-        if _writes(func, kwargs):
-            self._forget(args[0] if args else None, kwargs.get("out"))
-        elif isinstance(output, torch.Tensor | tuple | list):
-            self._follow(func, args, kwargs, output)
+        self._forget(target, out)
+        self._note(target, computed)
         return output
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _computed(
+        self, func: Any, args: Any, kwargs: Any, fresh: Sequence[Any]
+    ) -> list[tuple[Value | Leaf, torch.Tensor]] | None:
+        """Return how the values of ``fresh``, which the call makes, follow from its arguments'; None if they do not."""
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        outputs = _tensors(output)
-        if not outputs or not (tensors or func in _CONSTANTS) or not all(map(self.knows, tensors)):
-            return
-        if any(t.numel() > MOST_ELEMENTS for t in outputs):
-            return
+        if not (tensors or func in _CONSTANTS) or not all(map(self.knows, tensors)):
+            return None
+        if any(not isinstance(t, torch.Tensor) or t.numel() > MOST_ELEMENTS for t in fresh):
+            return None
         try:
             value_args, value_kwargs = tree_map(self._value, (args, kwargs))
             results = _tensors(_without_modes(func, *tree_map(self._real, (args, kwargs))))
         except Exception:  # a random op, a size that is no input's: what it computes stays unknown
-            return
-        for place, (fake, real) in enumerate(zip(outputs, results, strict=True)):
-            self._known[fake] = (Value(func, value_args, value_kwargs, place), real)
+            return None
+        return [(Value(func, value_args, value_kwargs, place), real) for place, real in enumerate(results)]
+
+    def _note(self, output: Any, computed: list[tuple[Value | Leaf, torch.Tensor]] | None) -> None:
+        if computed is not None:
+            self._known.update(zip(_tensors(output), computed, strict=True))
 
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -223,8 +239,15 @@ def _varies(value: Value | Leaf) -> bool:
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__index__")
-    return in_place or name == "__setitem__" or kwargs.get("out") is not None
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _ASSIGNMENTS
+    return in_place or kwargs.get("out") is not None
+
+
+def _written(func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return what ``func``, which writes to it, makes of ``tensor``."""
+    after = tensor.clone()
+    func(after, *args, **kwargs)
+    return after
 
 
 def _without_modes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,5 +1,7 @@
 """Models that look at the values of their inputs: each way they take is captured, and taken when eager takes it."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,6 +96,37 @@ def test_a_value_written_over_is_not_known() -> None:
 
     with pytest.raises(fxmem.CaptureError, match="depends on the values in tensors"):
         fxmem.optimize(Overwritten(), (torch.randn(4, WIDTH), masks(4)[0]))
+
+
+def shifted(mask: Tensor) -> Tensor:
+    """Shift right, as models of sequences to sequences do with labels."""
+    found = mask.new_zeros(mask.shape)
+    found[1:] = mask[:-1].clone()
+    found[0] = 1
+    return found.masked_fill_(found == -100, 1)
+
+
+def squared(mask: Tensor) -> Tensor:
+    mine = mask.clone()
+    mine *= mine.view(-1)  # an alias of what is written to
+    return mine
+
+
+def twice_inverted(mask: Tensor) -> Tensor:
+    return (~(~mask.bool())).long()
+
+
+@pytest.mark.parametrize("changed", [shifted, squared, twice_inverted])
+def test_values_written_in_place_are_followed(changed: Callable[[Tensor], Tensor]) -> None:
+    class Changed(Masked):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x, changed(mask))
+
+    eager, ragged = Changed(), masks(4)[1]
+    optimized = fxmem.optimize(copy.deepcopy(eager), planner="chen")
+    for mask in (*masks(4), ragged.flip(0), torch.tensor([1, 0, 1, 1])):
+        inputs = Inputs.of((torch.randn(4, WIDTH), mask), {})
+        assert not differences(run(eager, eager, inputs), run(optimized, optimized, inputs))
 
 
 def test_a_random_mask_is_not_known() -> None:
