@@ -32,22 +32,26 @@ class InfeasibleBudgetError(FxMemError, ValueError):
     ) -> None:
         self.budget_bytes, self.least_bytes = budget_bytes, least_bytes
         self.breakdown, self.place = breakdown, place
-        parts = ", ".join(f"{kind} {nbytes / 1e9:.3f}" for kind, nbytes in breakdown if nbytes)
-        message = f"Budget {budget_bytes / 1e9:.3f} GB is below the least reachable peak {least_bytes / 1e9:.3f} GB"
+        unit, scale = unit_of(least_bytes)
+        parts = ", ".join(f"{kind} {nbytes / scale:.3f}" for kind, nbytes in breakdown if nbytes)
+        budget, least = budget_bytes / scale, least_bytes / scale
+        message = f"Budget {budget:.3f} {unit} is below the least reachable peak {least:.3f} {unit}"
         if place:
             message += f" (at {place})"
         if parts:
             message += f": even recomputing everything, that step holds {parts}"
-        message += f". Raise the budget to {ceil_gb(least_bytes):.3f} GB or more, or train on a smaller micro-batch."
+        enough = -(-1000 * least_bytes // int(scale)) / 1000
+        message += f". Raise the budget to {enough:.3f} {unit} or more, or train on a smaller micro-batch."
         super().__init__(message + (f" {remedy}" if remedy else ""))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.budget_bytes, self.least_bytes, self.breakdown, self.place))
 
 
-def ceil_gb(nbytes: int) -> float:
-    """Return ``nbytes`` in GB (10^9 bytes), rounded up to the third decimal, so that the figure is enough."""
-    return -(-nbytes // 10**6) / 1000
+def unit_of(peak_bytes: int) -> tuple[str, float]:
+    """Return (name, bytes) of the unit to write memory in: GB, or a smaller one for a model that is a toy."""
+    units = (("GB", 1e9, 1e8), ("MB", 1e6, 1e5), ("kB", 1e3, 0))
+    return next((name, scale) for name, scale, least in units if peak_bytes >= least)
 
 
 class CaptureError(FxMemError, RuntimeError):

@@ -21,11 +21,10 @@ from fxmem.capture import as_in_training, capture, fitting
 from fxmem.captured import Inputs
 from fxmem.cuda import Allocation, AllocatorPeaks
 from fxmem.effects import replaced
-from fxmem.errors import InputError
+from fxmem.errors import InputError, unit_of
 from fxmem.fake import FakeWorld
 from fxmem.pipeline import Settings, frontier_of, profile_as_captured, profile_model
 from fxmem.replay import Autocast
-from fxmem.report.text import unit_of
 from fxmem.simulate import keep_all, simulate
 from fxmem.step import LossFn, OptimizerLike, TrainingStep, check_step
 from fxmem.types import GraphProfile, Phase, Timeline

@@ -189,9 +189,9 @@ class TruerFakes(TorchDispatchMode):
 
     On CPU the norms take a reduced-precision input beside fp32 parameters; they then keep their statistics in fp32 and
     return gradients in the input's dtype. The backward of layer_norm returns a contiguous gradient, whatever the
-    strides of its input. The offsets that embedding_bag saves have room for one element more than they show. Two losses
-    are reduced inside the buffer that held them for every element. Sparse
-    tensors keep their entries; coalescing is taken to merge none (the real kernel allocates as if it did not).
+    strides of its input. The offsets that embedding_bag saves have room for one element more than they show. Some losses
+    are reduced inside the buffer that held them for every element. Sparse tensors keep their entries; coalescing is taken
+    to merge none (the real kernel allocates as if it did not).
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,14 +211,20 @@ class TruerFakes(TorchDispatchMode):
             return (_as_dtype(output[0], args[1].dtype), *output[1:])
         if func is aten.native_layer_norm_backward.default and output[0] is not None:
             return (_contiguous(output[0]), *output[1:])
-        if func in _REDUCED_IN_PLACE and output.dim() == 0 and args[0].device.type == "cpu":
-            return output.new_empty(max(1, args[0].numel()))[0]
+        if func in _REDUCED_IN_PLACE and output.dim() == 0 and args[0].device.type in _REDUCED_IN_PLACE[func]:
+            return output.new_empty(max(1, torch.broadcast_shapes(args[0].shape, args[1].shape).numel()))[0]
         if func is aten._embedding_bag.default and output[1].numel() and args[0].device.type == "cpu":
             return (output[0], output[1].new_empty(output[1].numel() + 1)[:-1], *output[2:])
         return output
 
 
-_REDUCED_IN_PLACE = (aten.binary_cross_entropy.default, aten.soft_margin_loss.default)
+_REDUCED_IN_PLACE = {
+    aten.binary_cross_entropy.default: ("cpu",),
+    aten.soft_margin_loss.default: ("cpu",),
+    aten.mse_loss.default: ("cpu", "cuda"),
+    aten.smooth_l1_loss.default: ("cpu", "cuda"),
+}
+"""By loss, the types of devices whose kernels do so."""
 
 _NORMS = {
     aten.native_batch_norm.default: 1,
@@ -295,9 +301,10 @@ def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
 
 
 class ScalarReads(TorchFunctionMode):
-    """Lets an optimizer or a BatchNorm read its step counter from a fake: every scalar reads as 1."""
+    """Lets an optimizer or a BatchNorm read its step counter from a fake: every scalar reads as 1, or as 1/2."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.item, torch.Tensor.__float__) and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].dtype.is_floating_point or func is torch.Tensor.__float__ else 1
+            # NAdam divides by 1 less a product that it reads.
+            return 0.5 if args[0].dtype.is_floating_point or func is torch.Tensor.__float__ else 1
         return func(*args, **(kwargs or {}))

@@ -2,24 +2,36 @@
 
 In: a model and a call's inputs. Out: hashable values, equal where one plan serves both calls. Tensors of the model count by
 identity: a replaced parameter is another model. So do the modules' numbers, flags and texts (``training``, a dropout's
-``p``), alone or in containers, their hooks and the tensors that are plain attributes: the graph has them as constants.
+``p``), alone, in containers or in *records* (objects that hold nothing else, such as a config), in the modules' classes
+too, their hooks and the tensors that are plain attributes: the graph has them as constants. Any other object counts by
+identity alone; global variables do not count.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
+import numpy as np
 import torch
 
 from fxmem.captured import Inputs
 
 CONSTANTS = frozenset({bool, int, float, str, type(None)})
-CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
-"""Types whose elements count too."""
+VALUES: tuple[type, ...] = (
+    *(bool, int, float, str, type(None), complex, bytes, range, slice, Enum),
+    *(np.generic, torch.dtype, torch.device, torch.layout),
+)
+"""Classes whose objects count by value."""
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+"""Classes whose objects' elements count too."""
+MOST_DEPTH = 8
+"""Of containers and records in each other; what lies deeper counts by identity."""
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 
 
@@ -63,7 +75,7 @@ class ModelStates:
         if self._look is None or self._look.differs():
             state = _state_of(self._model)
             if state not in self._known:
-                self._known[state] = (len(self._known), not _keeps_tensors(self._model))
+                self._known[state] = (len(self._known), not _may_change_unseen(self._model))
             self._number, may_look = self._known[state]
             self._look = _Look(self._model) if may_look else None
         return self._number
@@ -74,9 +86,11 @@ class _Look:
 
     def __init__(self, model: torch.nn.Module) -> None:
         modules = list(model.modules())
-        holders = [h for m in modules for h in (m.__dict__, m._parameters, m._buffers, m._modules, *_containers_of(m))]
+        holders = [h for m in modules for h in (m.__dict__, m._parameters, m._buffers, m._modules)]
+        holders += list(_holders_in(model))
         self._empty = [h for h in holders if not h]
-        self._holders = [dict.values(h) if isinstance(h, dict) else h for h in holders if h]
+        self._holders: list[Iterable[Any]] = [dict.values(h) if isinstance(h, dict) else h for h in holders if h]
+        self._holders += [vars(kind).values() for kind in _classes_of(model)]
         self._values = list(chain.from_iterable(self._holders))
         self._tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._facts = list(map(_FACTS, self._tensors))
@@ -95,12 +109,13 @@ class _Look:
 _FACTS = attrgetter("requires_grad", "dtype", "device", "shape")
 
 
-def _keeps_tensors(model: torch.nn.Module) -> bool:
-    """True if other tensors are plain attributes: they may be written in place, and nobody else should keep them."""
-    holders = (h for m in model.modules() for h in (m.__dict__, *_containers_of(m)))
-    values = chain.from_iterable(h.values() if isinstance(h, dict) else h for h in holders)
+def _may_change_unseen(model: torch.nn.Module) -> bool:
+    """True if attributes are other tensors or arrays, or records in slots: they may be written to in place."""
     own = _own_tensors(model)
-    return any(isinstance(value, torch.Tensor) and id(value) not in own for value in values)
+    holders = (*(m.__dict__ for m in model.modules()), *_holders_in(model))
+    values = chain.from_iterable(h.values() if isinstance(h, dict) else h for h in holders)
+    others = (value for value in values if type(value) not in CONSTANTS and id(value) not in own)
+    return any(isinstance(v, torch.Tensor | np.ndarray) or (_slots(v) and _is_record(v)) for v in others)
 
 
 def _own_tensors(model: torch.nn.Module) -> frozenset[int]:
@@ -108,21 +123,62 @@ def _own_tensors(model: torch.nn.Module) -> frozenset[int]:
     return frozenset(map(id, (*model.parameters(), *model.buffers())))
 
 
-def _containers_of(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the containers among a module's attributes, and those in them."""
-    stack = [value for name, value in module.__dict__.items() if type(value) in CONTAINERS and name not in REGISTRIES]
-    seen = set()
+def _classes_of(model: torch.nn.Module) -> list[type]:
+    """Return the classes of the modules, and those they derive from, that are not torch's own."""
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    return [kind for kind in kinds if kind is not object and not kind.__module__.startswith("torch.")]
+
+
+def _holders_in(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the containers among the modules' attributes and the attributes of records, and those in them."""
+    stack = [value for m in model.modules() for name, value in m.__dict__.items() if name not in REGISTRIES]
+    seen: set[int] = set()
     while stack:
-        container = stack.pop()
-        if id(container) not in seen:
-            seen.add(id(container))
-            yield container
-            values = container.values() if isinstance(container, dict) else container
-            stack += [value for value in values if type(value) in CONTAINERS]
+        value = stack.pop()
+        if type(value) in CONSTANTS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, CONTAINERS) or (not _slots(value) and _is_record(value)):
+            holder = value if isinstance(value, CONTAINERS) else vars(value)
+            yield holder
+            stack += holder.values() if isinstance(holder, dict) else holder
+
+
+def _is_record(value: Any, depth: int = MOST_DEPTH) -> bool:
+    """True if ``value`` is an object with attributes that are all values, or containers or records of such."""
+    if isinstance(value, (*VALUES, *CONTAINERS, type, torch.Tensor, torch.nn.Module)) or not depth:
+        return False
+    fields = _fields(value)
+    return bool(fields) and all(_is_plain(part, depth - 1) for part in fields.values())
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if isinstance(value, CONTAINERS):
+        parts = (*value, *value.values()) if isinstance(value, dict) else value
+        return depth > 0 and all(_is_plain(part, depth - 1) for part in parts)
+    return isinstance(value, VALUES) or _is_record(value, depth)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots included."""
+    return _slots(value) | (getattr(value, "__dict__", None) or {})
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _slot_names(kind) if hasattr(value, name)}
+
+
+@cache
+def _slot_names(kind: Any) -> tuple[str, ...]:
+    slots = [getattr(base, "__slots__", ()) for base in kind.__mro__]
+    names = chain.from_iterable((names,) if isinstance(names, str) else names for names in slots)
+    return tuple([name for name in names if not name.startswith("__")])
 
 
 def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
     state: list[Any] = []
+    known: dict[int, Any] = {}
     own = _own_tensors(model)
     for module in model.modules():
         state.append(id(module))
@@ -131,16 +187,20 @@ def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
                 state += (id(t), t.requires_grad, t.dtype, t.device, t.shape)
         others = []
         for name, value in module.__dict__.items():
-            kind = type(value)
-            if kind in CONSTANTS:
+            if type(value) in CONSTANTS:
                 state.append(_constant(value))
-            elif (kind not in CONTAINERS or value) and name not in REGISTRIES:
+            elif (value if isinstance(value, CONTAINERS) else True) and name not in REGISTRIES:
                 others.append(value)
-        state += [_value_signature(value, own) for value in others]
+        for value in others:  # one config may be an attribute of all modules
+            if id(value) not in known:
+                known[id(value)] = _value_signature(value, own)
+            state.append(known[id(value)])
+    for kind in _classes_of(model):
+        state += [_value_signature(value, own) for value in vars(kind).values() if _is_plain(value, MOST_DEPTH)]
     return tuple(state)
 
 
-def _value_signature(value: Any, own: frozenset[int], depth: int = 4) -> Any:
+def _value_signature(value: Any, own: frozenset[int], depth: int = MOST_DEPTH) -> Any:
     """Return what a graph has as a constant of an attribute: numbers by value, tensors and functions by identity.
 
     ``own``: ids of the model's own tensors, which the graph reads anew in every step, not as constants.
@@ -148,11 +208,18 @@ def _value_signature(value: Any, own: frozenset[int], depth: int = 4) -> Any:
     kind = type(value)
     if kind in CONSTANTS:
         return _constant(value)
-    if kind in CONTAINERS and depth:
-        items = value if kind in (list, tuple) else value.items()
-        return tuple([_value_signature(item, own, depth - 1) for item in items])
-    if id(value) in own:
-        return id(value)
     if isinstance(value, torch.Tensor):
-        return (id(value), 0 if value.is_inference() else value._version, value.shape, value.dtype)
-    return id(value) if callable(value) else None
+        facts = (0 if value.is_inference() else value._version, value.shape, value.dtype)
+        return id(value) if id(value) in own else (id(value), *facts)
+    if isinstance(value, VALUES):
+        return (kind, repr(value))
+    if isinstance(value, CONTAINERS) and depth:
+        items = (*value, *value.values()) if isinstance(value, dict) else value
+        parts = [_value_signature(item, own, depth - 1) for item in items]
+        return (kind, frozenset(parts) if isinstance(value, set | frozenset) else tuple(parts))
+    if isinstance(value, np.ndarray):
+        return (value.shape, value.dtype.str, value.tobytes())
+    if depth and _is_record(value):
+        fields = tuple([(name, _value_signature(part, own, depth - 1)) for name, part in _fields(value).items()])
+        return (kind, id(value) if callable(value) else 0, fields)
+    return id(value)

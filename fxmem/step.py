@@ -18,8 +18,8 @@ NOTE [The training step]
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.utils._pytree import tree_leaves
 
-from fxmem.errors import InputError
+from fxmem.errors import InputError, first_lines
 from fxmem.fake import ScalarReads
 from fxmem.replay import Autocast, casts_kept
 from fxmem.types import Phase
@@ -113,7 +113,7 @@ def run_step(
         on_phase(Phase.FORWARD)
         output = forward()
         on_phase(Phase.LOSS)
-        loss = (loss_fn or default_loss)(output)
+        loss = _loss_of(output, loss_fn)
     on_phase(Phase.BACKWARD)
     if scaler is None:
         loss.backward()
@@ -128,6 +128,22 @@ def run_step(
         scaler.step(optimizer)
         scaler.update()
     optimizer.zero_grad(set_to_none=True)
+
+
+def _loss_of(output: Any, loss_fn: LossFn | None) -> torch.Tensor:
+    if loss_fn is None:
+        return default_loss(output)
+    try:
+        loss = loss_fn(output)
+    except Exception as error:
+        raise InputError(
+            f"loss_fn failed on fake tensors: {first_lines(error)}. It is called with the model's output alone and may not "
+            "look at values (item, boolean indices, numpy); where the real one does, pass one that is like it in memory"
+        ) from error
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise InputError(f"loss_fn must return a tensor of one element, not {shape}")
+    return loss
 
 
 def default_loss(output: Any) -> torch.Tensor:
@@ -173,6 +189,7 @@ def warm_fake_step(
     """
     fakes = {id(real): fake for real, fake in parameters if fake.requires_grad}
     optimizer = _fake_optimizer(step.optimizer, fakes)
+    stepped = {id(fake) for group in optimizer.param_groups for fake in group["params"]} if optimizer else set()
     with ScalarReads():
         if optimizer is not None or step.accumulate:
             if gradients is None:
@@ -185,12 +202,28 @@ def warm_fake_step(
             for real, fake in parameters:
                 if real in known and id(real) in fakes and fake.grad is None:
                     fake.grad = torch.empty_like(fake)
-            optimizer.step()
+            with _optimizing(optimizer):
+                optimizer.step()
             _check_steady(optimizer)
-            for key, fake in fakes.items():
-                fake.grad = left[key] if step.accumulate else None
+            for key, fake in fakes.items():  # its zero_grad leaves what it does not hold
+                fake.grad = left[key] if step.accumulate or id(fake) not in stepped else None
     device = next((fake.device for fake in fakes.values()), torch.device("cpu"))
     return optimizer, None if step.scaler is None else _fake_scaler(step.scaler, device)
+
+
+@contextmanager
+def _optimizing(optimizer: object) -> Iterator[None]:
+    """Errors: ``InputError`` if the body, which makes or steps an optimizer on fakes, fails."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise InputError(
+            f"{name} could not be made or stepped on fake tensors: {first_lines(error)}. Pass an optimizer that is like it "
+            "in memory and whose step takes no arguments, or optimizer=None and leave room for its state"
+        ) from error
 
 
 def _check_steady(optimizer: torch.optim.Optimizer) -> None:
@@ -212,7 +245,8 @@ def _fake_optimizer(optimizer: OptimizerLike, fakes: dict[int, torch.Tensor]) ->
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):
         cls = _class_named(optimizer) if isinstance(optimizer, str) else optimizer
-        return cls(list(fakes.values()))  # type: ignore[call-arg]
+        with _optimizing(cls):
+            return cls(list(fakes.values()))  # type: ignore[call-arg]
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": kept}
         for group in optimizer.param_groups
@@ -220,7 +254,8 @@ def _fake_optimizer(optimizer: OptimizerLike, fakes: dict[int, torch.Tensor]) ->
     ]
     if not groups:
         raise InputError("the optimizer given holds none of the model's parameters that require grad")
-    return _rebuilt(optimizer, groups)
+    with _optimizing(optimizer):
+        return _rebuilt(optimizer, groups)
 
 
 def _fake_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:

@@ -1,7 +1,8 @@
 """Arguments and outputs of a model: which classes are looked into for tensors, and which are refused.
 
 Tuples, lists, dicts and what is registered with ``torch.utils._pytree`` (transformers does so for its outputs) are looked
-into by torch. A dataclass is registered there when one is first seen, whatever its ``__init__`` does: it is taken apart
+into by torch. A dataclass is registered there when one is first seen, and so is, among outputs, any other object written in
+Python that has tensors in its attributes (the caches of transformers), whatever its ``__init__`` does: it is taken apart
 into its attributes and put together from them, without a call of its own code.
 """
 
@@ -24,6 +25,10 @@ from torch.utils._pytree import (
 
 from fxmem.errors import CaptureError, InputError
 
+_CONSTANT = (type, torch.dtype, torch.device)
+"""Classes of attributes that are part of the structure."""
+MOST_DEPTH = 4
+"""Of objects in each other."""
 REMEDY = (
     "use a tuple, list, dict or dataclass, or register the class by torch.utils._pytree.register_pytree_node before "
     "fxmem.optimize"
@@ -57,7 +62,7 @@ def outputs_looked_into(model: torch.nn.Module) -> Iterator[None]:
 
     def look(_: torch.nn.Module, args: Any, output: Any) -> None:
         leaves = tree_leaves(output)
-        while _register(leaves):
+        while _register(leaves) or _register_objects(leaves):
             leaves = tree_leaves(output)
         other = next((leaf for leaf in leaves if not isinstance(leaf, _RETURNED)), None)
         if other is not None:
@@ -85,18 +90,44 @@ def _register(leaves: Iterable[Any]) -> bool:
     return bool(kinds)
 
 
+def _register_objects(leaves: Iterable[Any]) -> bool:
+    """Register the classes of objects that hold tensors, in other objects perhaps; True if there are any."""
+    kinds = {type(leaf) for leaf in leaves if _is_object(leaf) and _reaches_tensors(leaf)}
+    for kind in kinds:
+        _register_kind(kind)
+    return bool(kinds)
+
+
+def _is_object(leaf: Any) -> bool:
+    """True for an object that has attributes of its own and no state but these."""
+    kind: Any = type(leaf)
+    plain = kind.__new__ is object.__new__ and not isinstance(leaf, torch.nn.Module | type) and not callable(leaf)
+    return plain and kind not in SUPPORTED_NODES and hasattr(leaf, "__dict__")
+
+
+def _reaches_tensors(leaf: Any, depth: int = MOST_DEPTH) -> bool:
+    parts = tree_leaves(list(_attributes(leaf).values()))
+    return any(
+        isinstance(part, torch.Tensor) or (depth > 0 and _is_object(part) and _reaches_tensors(part, depth - 1))
+        for part in parts
+    )
+
+
 def _register_kind(kind: type) -> None:
-    def take_apart(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         attributes = _attributes(value)
-        return list(attributes.values()), tuple(attributes)
+        constants = {name: part for name, part in attributes.items() if isinstance(part, _CONSTANT)}
+        parts = [(GetAttrKey(name), part) for name, part in attributes.items() if name not in constants]
+        return parts, (tuple([key.name for key, _ in parts]), tuple(constants.items()))
 
-    def with_keys(value: Any) -> tuple[list[Any], tuple[str, ...]]:
-        attributes = _attributes(value)
-        return [(GetAttrKey(name), part) for name, part in attributes.items()], tuple(attributes)
+    def take_apart(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        parts, context = with_keys(value)
+        return [part for _, part in parts], context
 
-    def put_together(parts: Iterable[Any], names: tuple[str, ...]) -> Any:
+    def put_together(parts: Iterable[Any], context: tuple[Any, ...]) -> Any:
         value: Any = object.__new__(kind)
-        for name, part in zip(names, parts, strict=True):
+        names, constants = context
+        for name, part in (*zip(names, parts, strict=True), *constants):
             object.__setattr__(value, name, part)  # a frozen dataclass refuses setattr
         return value
 

@@ -1,12 +1,17 @@
 """An optimized module is an nn.Module like any other: moved, copied, saved, wrapped, and put inside another one."""
 
 import copy
+import enum
 import io
 import pickle
 import re
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -329,3 +334,96 @@ def test_a_number_replaced_by_an_equal_one_of_another_type_or_sign_is_noticed() 
     for ours, theirs in zip(optimized(x, index), model(x, index), strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours.signbit(), theirs.signbit())
+
+
+@dataclass
+class Config:
+    factor: Any = 1.0
+
+
+class Configured(nn.Module):
+    """Multiplies by what its attributes say."""
+
+    times = 1.0
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.linear, self.value, self.config, self.ratio = nn.Linear(4, 4), value, Config(), np.float64(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.times * self.config.factor * float(self.ratio) * factor_of(self.value)
+
+
+def factor_of(value: Any) -> float:
+    if callable(value):
+        return value()
+    for kind, factor in FACTORS.items():
+        if isinstance(value, kind):
+            return factor(value)
+    return 2.0 if value in (torch.float64, Mode.DOUBLE) else 1.0
+
+
+class Mode(enum.Enum):
+    SINGLE, DOUBLE = 1, 2
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+class Called:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self) -> float:
+        return self.factor
+
+
+FACTORS: dict[type, Callable[[Any], float]] = {
+    SimpleNamespace: lambda value: value.a.factor,
+    Slotted: lambda value: value.factor,
+    dict: lambda value: value["a"]["b"]["c"]["d"]["e"],
+    deque: lambda value: value[0],
+    set: len,
+    range: len,
+    np.ndarray: lambda value: float(value.sum()),
+}
+
+
+def setting(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda model: setattr(model, name, value)
+
+
+CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "config": (None, lambda model: setattr(model.config, "factor", 2.0)),
+    "another_config": (None, setting("config", Config(2.0))),
+    "numpy_scalar": (None, setting("ratio", np.float64(2.0))),
+    "class_attribute": (None, lambda _: setattr(Configured, "times", 2.0)),
+    "record_in_a_record": (SimpleNamespace(a=Config()), lambda model: setattr(model.value.a, "factor", 2.0)),
+    "slots": (Slotted(1.0), lambda model: setattr(model.value, "factor", 2.0)),
+    "callable": (Called(1.0), lambda model: setattr(model.value, "factor", 2.0)),
+    "deep": ({"a": {"b": {"c": {"d": {"e": 1.0}}}}}, lambda model: model.value["a"]["b"]["c"]["d"].update(e=2.0)),
+    "deque": (deque([1.0]), lambda model: model.value.__setitem__(0, 2.0)),
+    "set": ({"a"}, lambda model: model.value.add("b")),
+    "range": (range(1), setting("value", range(2))),
+    "array": (np.ones(1), lambda model: model.value.__setitem__(0, 2.0)),
+    "dtype": (torch.float32, setting("value", torch.float64)),
+    "enum": (Mode.SINGLE, setting("value", Mode.DOUBLE)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_attribute_of_any_kind_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Configured, "times", 1.0)
+    value, change = CHANGES[name]
+    model, x = Configured(copy.deepcopy(value)), torch.randn(3, 4)
+    optimized = fxmem.optimize(model, planner="chen")
+    before = optimized(x)
+    assert torch.equal(before, optimized(x))
+    assert len(optimized._compiled) == 1
+    change(model)
+    assert torch.equal(optimized(x), 2 * before)
+    assert torch.equal(model(x), 2 * before)

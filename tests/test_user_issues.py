@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fxmem
+from benchmarks.libraries import import_library
 from fxmem.module import OptimizedModule
 from fxmem.simulate import drop_all
 from tests.exactness import check, on_the_way, same_bits, tightest
@@ -823,3 +824,29 @@ def test_pytorch_70485_another_keyword_makes_another_graph() -> None:
 def test_transformers_35622_fx_symbolic_trace_refuses_loops_over_shapes() -> None:
     with pytest.raises(Exception, match=r"Proxy|trace"):
         torch.fx.symbolic_trace(Shapes())
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_buffer_a_loss_is_reduced_in_is_counted(loss: Callable[..., Tensor], reduction: str) -> None:
+    def around(model: Any, x: Tensor) -> Tensor:
+        return loss(model.last(model.first(x).sin()), x, reduction=reduction)
+
+    check(lambda: Shared(around), torch.randn(64, 8))
+
+
+def test_caches_that_causal_models_return_are_looked_into() -> None:
+    transformers = import_library("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
+    )
+    ids = torch.randint(0, 40, (2, 12))
+    batch = {"input_ids": ids, "labels": ids}
+
+    def build() -> nn.Module:
+        return cast(nn.Module, transformers.GPT2LMHeadModel(config).train())
+
+    output = fxmem.optimize(build(), None, batch)(**batch)
+    assert type(output.past_key_values) is transformers.DynamicCache
+    assert output.past_key_values.get_seq_length() == 12
+    check(build, kwargs=batch, loss=lambda output: output.loss)

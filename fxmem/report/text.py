@@ -12,6 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 from fxmem.cuda import AllocatorPeaks
+from fxmem.errors import unit_of
 from fxmem.report.graph import GraphNode, draw_graph, graph_nodes
 from fxmem.report.html import report_html, timeline_svg
 from fxmem.report.plots import plot_memory
@@ -224,9 +225,3 @@ def _render(report: Report) -> str:
         *(f"note: {note}" for note in report.notes),
     ]
     return "\n".join(lines)
-
-
-def unit_of(peak_bytes: int) -> tuple[str, float]:
-    """Return (name, bytes) of the unit to write memory in: GB, or a smaller one for a model that is a toy."""
-    units = (("GB", 1e9, 1e8), ("MB", 1e6, 1e5), ("kB", 1e3, 0))
-    return next((name, scale) for name, scale, least in units if peak_bytes >= least)
