@@ -61,6 +61,7 @@ def capture(
     for tensor in (*model.parameters(), *model.buffers(), *inputs.leaves):
         if isinstance(tensor, torch.Tensor):
             check_device(tensor.device)
+            _check_dense(model, tensor)
     try:
         with attributes_restored(model), kept_whole(model) as opaques:
             module, reads, conditions = _exported(model, inputs, autocast, dynamic)
@@ -80,6 +81,15 @@ def capture(
     _check_dynamic(model, captured)
     check_faithful(model, captured, inputs)
     return captured
+
+
+def _check_dense(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"{type(model).__name__} takes or holds a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)}, "
+            "whose memory cannot be told on fakes. Pass its indices and values and multiply by index_add, make it dense, "
+            "or optimize the parts of the model that do not use it"
+        )
 
 
 def fitting(captured: Captured, model: torch.nn.Module, inputs: Inputs) -> Captured:
@@ -313,12 +323,17 @@ def _cause(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch.export from printing the graph it had when it failed: the error says what there is to say."""
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    """Keep torch.export from printing the graph it had when it failed, or sizes it takes as they are: errors and guards
+    say what there is to say."""
+    logs = [
+        logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_export.non_strict_utils")
+    ]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
     try:
         with replaced(torch.export._trace, "print", lambda *_, **__: None):
             yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ import torch._meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from fxmem.effects import PythonState, replaced
@@ -189,9 +190,9 @@ class TruerFakes(TorchDispatchMode):
 
     On CPU the norms take a reduced-precision input beside fp32 parameters; they then keep their statistics in fp32 and
     return gradients in the input's dtype. The backward of layer_norm returns a contiguous gradient, whatever the
-    strides of its input. The offsets that embedding_bag saves have room for one element more than they show. Some losses
+    strides of its input. The offsets and sizes that embedding_bag saves may have room for one element more. Some losses
     are reduced inside the buffer that held them for every element. Sparse tensors keep their entries; coalescing is taken
-    to merge none (the real kernel allocates as if it did not).
+    to merge none (the real kernel allocates as if it did not). A recurrent layer of oneDNN has a workspace.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -213,8 +214,14 @@ class TruerFakes(TorchDispatchMode):
             return (_contiguous(output[0]), *output[1:])
         if func in _REDUCED_IN_PLACE and output.dim() == 0 and args[0].device.type in _REDUCED_IN_PLACE[func]:
             return output.new_empty(max(1, torch.broadcast_shapes(args[0].shape, args[1].shape).numel()))[0]
-        if func is aten._embedding_bag.default and output[1].numel() and args[0].device.type == "cpu":
-            return (output[0], output[1].new_empty(output[1].numel() + 1)[:-1], *output[2:])
+        if func is aten.mkldnn_rnn_layer.default:
+            inputs = tuple([(a.shape, a.dtype) if isinstance(a, torch.Tensor) else None for a in args])
+            others = tuple([None if isinstance(a, torch.Tensor) else tuple(a) if type(a) is list else a for a in args])
+            return (*output[:3], output[3].new_empty(_workspace_bytes(inputs, others)))
+        if func is aten._embedding_bag.default and args[0].device.type == "cpu":
+            with_last = len(args) > 7 and args[7]
+            bags, sizes = (_with_room(output[1], output[1].numel() > 0), _with_room(output[2], with_last))
+            return (output[0], bags, sizes, output[3])
         return output
 
 
@@ -232,6 +239,20 @@ _NORMS = {
     aten.native_group_norm.default: 1,
 }
 """Forward norms and the place of their first affine parameter."""
+
+
+@cache
+def _workspace_bytes(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> int:
+    """Return what oneDNN keeps for the backward of a recurrent layer, of which only a run of it tells."""
+    with _disable_current_modes(), torch.enable_grad():  # there is none without
+        zeros = [None if like is None else torch.zeros(like[0], dtype=like[1]) for like in inputs]
+        args = [other if tensor is None else tensor for tensor, other in zip(zeros, others, strict=True)]
+        return int(aten.mkldnn_rnn_layer.default(*args)[3].nbytes)
+
+
+def _with_room(tensor: torch.Tensor, larger: bool) -> torch.Tensor:
+    """Return a vector like this one, with room for one element more if it is the larger one."""
+    return tensor.new_empty(tensor.numel() + 1)[:-1] if larger else tensor
 
 
 def _sparse_clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -380,7 +380,7 @@ class _Builder:
         inside = self.captured.autocast_device is not None
         region = autocast_as_in_forward(replay.autocast, self.devices, regions_inside=inside)
         with torch.enable_grad(), saved.hooks(), region, tracker:
-            replay.run(bases, states, saved)  # type: ignore[arg-type]
+            replay.run(bases, states, saved, {})  # type: ignore[arg-type]
         return tracker.peak_bytes - start_bytes
 
     def _fake_base(self, place: int, node: int, argument: int) -> torch.Tensor:

@@ -90,6 +90,10 @@ class View(NamedTuple):
         )
 
 
+Views = dict[int, View]
+"""By place among a call's leaves."""
+
+
 def _elements(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``base``'s whole storage as a vector of ``dtype``, neither conjugate nor negative."""
     base = torch._conj(base) if base.is_conj() else base
@@ -146,16 +150,20 @@ class NodeReplay:
     def __post_init__(self) -> None:
         object.__setattr__(self, "call", _caller(self.target, self.leaves, self.refs, self.spec))
 
-    def run(self, bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
-        """Run the node on ``bases`` and put the bases of what it makes there; internals only if ``saved`` captures."""
+    def run(self, bases: dict[int, torch.Tensor], saved: SavedInRerun, views: Views | None = None) -> None:
+        """Run the node on ``bases`` and put the bases of what it makes there; internals only if ``saved`` captures.
+
+        ``views``: by place, arguments that lay otherwise in the forward than planned.
+        """
+        refs = self.refs if views is None else [(place, views.get(place, view)) for place, view in self.refs]
         if self.casts_once:
             try:
                 with casts_kept(True):
-                    self._run(self._as_identified(bases), bases, saved)
+                    self._run(self._as_identified(refs, bases), bases, saved)
             finally:
                 torch.clear_autocast_cache()
         else:
-            self._run([self.argument(view, bases) for _, view in self.refs], bases, saved)
+            self._run([self.argument(view, bases) for _, view in refs], bases, saved)
 
     def _run(self, arguments: list[torch.Tensor], bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
         fresh = saved.begin(arguments) if saved.capture else {}
@@ -180,10 +188,10 @@ class NodeReplay:
         tensor.requires_grad_()
         return _NonLeaf.apply(tensor) if view.storage in self.writes else tensor  # type: ignore[no-untyped-call]
 
-    def _as_identified(self, bases: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    def _as_identified(self, refs: Sequence[tuple[int, View]], bases: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Return the arguments, the same tensor where it was the same, and a leaf where it was one."""
         arguments: list[torch.Tensor] = []
-        for k, ((_, view), (first, leaf)) in enumerate(zip(self.refs, self.identities, strict=True)):
+        for k, ((_, view), (first, leaf)) in enumerate(zip(refs, self.identities, strict=True)):
             if first < k:
                 arguments.append(arguments[first])
                 continue
@@ -238,18 +246,24 @@ class Replay:
     products: tuple[int, ...]
     autocast: Autocast | None
 
-    def run(self, bases: dict[int, torch.Tensor], random_states: dict[int, RandomStates], saved: SavedInRerun) -> None:
+    def run(
+        self,
+        bases: dict[int, torch.Tensor],
+        random_states: dict[int, RandomStates],
+        saved: SavedInRerun,
+        views: dict[int, Views],
+    ) -> None:
         """Put a base for each product into ``bases``, which hold the inputs and static tensors.
 
-        Internals only if ``saved`` captures. To be called in grad mode, under ``saved.hooks()`` and
-        :func:`autocast_as_in_forward`.
+        ``random_states`` and ``views`` are by node. Internals only if ``saved`` captures. To be called in grad mode, under
+        ``saved.hooks()`` and :func:`autocast_as_in_forward`.
         """
         for node in self.nodes:
             if node.random:
                 with replayed(random_states[node.index]):
-                    node.run(bases, saved)
+                    node.run(bases, saved, views.get(node.index))
             else:
-                node.run(bases, saved)
+                node.run(bases, saved, views.get(node.index))
 
 
 _NOTHING = nullcontext()

@@ -121,6 +121,9 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
                 draws_on=profiled.draws_on[node.index] if node.index in replayed else (),
                 hooked=hooked,
                 arguments=profiled.arguments[node.index],
+                loose=tuple(
+                    (p, v) for p, v in profiled.arguments[node.index] if node.index in replayed and 1 in v.size
+                ),
                 outputs=tuple((p, v) for p, v in profiled.outputs[node.index] if v.storage >= 0),
                 internals=profiled.internals[node.index],
                 drops_fresh=any(s in live.dropped and s not in given for s in node.saves),

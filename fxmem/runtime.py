@@ -35,6 +35,7 @@ from fxmem.replay import (
     Replay,
     SavedInRerun,
     View,
+    Views,
     autocast_as_in_forward,
     check_layout,
     leaves_of,
@@ -55,6 +56,9 @@ class NodeTape:
     """It saves something the plan drops."""
     arguments: tuple[tuple[int, View], ...]
     """(place among the argument leaves, geometry) of tensor arguments."""
+    loose: tuple[tuple[int, View], ...]
+    """Those arguments, of a node that a recipe runs again, whose strides may be others than on fakes: a dimension of one
+    element has any stride, and a kernel may be chosen by it."""
     outputs: tuple[tuple[int, View], ...]
     """(place among the output leaves, geometry) of outputs on managed storages."""
     internals: tuple[int, ...]
@@ -172,6 +176,7 @@ class Tape:
     def __init__(self, table: TapeTable, statics: dict[int, torch.Tensor]) -> None:
         self.table = table
         self.random_states: dict[int, RandomStates] = {}
+        self._views: dict[int, Views] = {}
         self._switches = present()
         self._statics = statics
         self._static_versions: dict[int, int] = {}
@@ -186,6 +191,8 @@ class Tape:
         node = self.table.nodes[index]
         if node.draws_on:
             self.random_states[index] = stash_random_states(node.draws_on)
+        if node.loose:
+            self._note_views(node, leaves_of((args, kwargs)))
         if node.hooked:
             output = self._run_hooked(node, target, args, kwargs)
         else:
@@ -198,6 +205,12 @@ class Tape:
             self._slot(storage).fill(source[place].detach())
         self._connect(node)
         return output
+
+    def _note_views(self, node: NodeTape, argument_leaves: list[Any]) -> None:
+        for place, view in node.loose:
+            stride = argument_leaves[place].stride()
+            if stride != view.stride:
+                self._views.setdefault(node.index, {})[place] = view._replace(stride=stride)
 
     def _run_hooked(
         self, node: NodeTape, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -353,7 +366,7 @@ class Tape:
                 refilled.append(slot)
         saved.capture = any(slot.storage in table.internal for slot in refilled)
         bases = self._bases(p, on_the_way)
-        replay.run(bases, self.random_states, saved)
+        replay.run(bases, self.random_states, saved, self._views)
         for storage in replay.products:
             if readers.get(storage, 0) > 0:
                 on_the_way[storage] = bases[storage]

@@ -43,6 +43,8 @@ def arguments_of(inputs: Inputs, *, with_sizes: bool = True) -> tuple[Any, ...]:
 
 def _leaf_signature(leaf: Any, with_sizes: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided:
+            return (leaf.layout, leaf.shape)
         layout = (leaf.shape, leaf.stride()) if with_sizes else (leaf.dim(), leaf.is_contiguous())
         return (layout, leaf.dtype, leaf.device, leaf.requires_grad)
     try:

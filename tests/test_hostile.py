@@ -528,7 +528,6 @@ EXACT |= {
 
 OTHER_PEAK = {
     "integer_and_bool_paths": "one_hot makes other tensors on fakes",
-    "recurrent": "the real LSTM (oneDNN) keeps a workspace that fakes cannot tell",
 }
 """Where the peak on CPU is not foretold to the byte, and why."""
 

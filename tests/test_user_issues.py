@@ -850,3 +850,18 @@ def test_caches_that_causal_models_return_are_looked_into() -> None:
     assert type(output.past_key_values) is transformers.DynamicCache
     assert output.past_key_values.get_seq_length() == 12
     check(build, kwargs=batch, loss=lambda output: output.loss)
+
+
+def test_a_kernel_chosen_by_the_stride_of_a_single_element_is_chosen_again() -> None:
+    # Real and fake layer_norm differ in the strides of such dimensions, and so does all that is made of its output.
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.project, self.widen = nn.LayerNorm(320), nn.Conv1d(320, 27, 1), nn.Conv1d(320, 320 * 9, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).flatten(2)
+            few = self.project(y).split([9, 9, 9], dim=1)[1]
+            return (self.widen(y).view(2, 320, 9) @ few).sin().exp()
+
+    check(Mixing, torch.randn(2, 320, 1, 1))
