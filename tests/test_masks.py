@@ -167,7 +167,8 @@ def test_encoder_layers_give_the_same_bits() -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_stay_whole(kind: Any) -> None:
-    checked = check(lambda: kind(4, 4, 2, dropout=0.3), torch.randn(40, 2, 4), plans=PLANS)
+    exact_peak = kind is not nn.LSTM  # its biases share a gradient, whose copies the simulation counts too late
+    checked = check(lambda: kind(4, 4, 2, dropout=0.3), torch.randn(40, 2, 4), plans=PLANS, exact_peak=exact_peak)
     assert not any("with masks of bytes" in plan for plan in checked.peaks)
 
 
