@@ -46,10 +46,12 @@ def architectures() -> str:
     ran = sum(n for verdict, n in counts.items() if verdict not in ("untrainable", "gave up"))
     tried = sorted({outcome["name"].split("/")[0] for outcome in results["outcomes"]})
     names = " and ".join(f"{name} {results[name]}" for name in tried)
+    wrong = ", ".join(outcome["name"] for outcome in results["outcomes"] if outcome["verdict"] == "wrong")
     return (
         f"Of {ran} architectures of {names} that train when made small by their configuration, {counts['passed']} have "
         "eager's loss, gradients, buffers and random state to the bit and the predicted peak to the byte under two plans "
-        f"each, {counts['refused']} are refused with the cause named, **{counts['wrong']} differ** "
+        f"each, {counts['refused']} are refused with the cause named, **{counts['wrong']} "
+        f"differ{'s' if counts['wrong'] == 1 else ''}**{f' ({wrong})' if wrong else ''} "
         f"(`python -m tests.architecture_table`, {results['date']})."
     )
 
