@@ -36,8 +36,9 @@ from fxmem.timing import COSTS, preset_of
 from fxmem.track import tensors_of
 from fxmem.types import Plan
 
-MANY_WAYS = 8
-"""Of one signature, by the values of inputs: from here on the user hears that planning each takes time."""
+MANY_WAYS = MANY_STATES = 8
+"""Of one signature, by the values of inputs, or of a model, by its attributes: here the user hears that planning each
+takes time."""
 
 
 def optimize(
@@ -146,6 +147,13 @@ class OptimizedModule(torch.nn.Module):
             with as_in_training():
                 compiled = self._compile(inputs, autocast)
             ways.append(compiled)
+            if len(ways) == 1 and self._states.count == MANY_STATES:
+                warnings.warn(
+                    f"{type(self.original).__name__} was called with its attributes in {MANY_STATES} different states (the "
+                    "values of a counter or of a schedule, perhaps); each is captured and planned anew. Keep counters out "
+                    "of the model, and what changes from step to step in a buffer or an argument that is a tensor.",
+                    stacklevel=3,
+                )
             if len(ways) == MANY_WAYS:
                 warnings.warn(
                     f"{type(self.original).__name__} looks at values of its inputs and took {MANY_WAYS} different ways "

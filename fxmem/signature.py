@@ -72,6 +72,11 @@ class ModelStates:
         self._number = 0
         self._look: _Look | None = None
 
+    @property
+    def count(self) -> int:
+        """How many states the model was seen in."""
+        return len(self._known)
+
     def number(self) -> int:
         """Return the number of the state that the model is in."""
         if self._look is None or self._look.differs():

@@ -427,3 +427,14 @@ def test_a_changed_attribute_of_any_kind_is_noticed(name: str, monkeypatch: pyte
     change(model)
     assert torch.equal(optimized(x), 2 * before)
     assert torch.equal(model(x), 2 * before)
+
+
+def test_an_attribute_that_changes_in_every_step_is_warned_of() -> None:
+    model, x = Configured(None), torch.randn(3, 4)
+    optimized = fxmem.optimize(model, planner="chen")
+    for factor in range(7):
+        model.config.factor = factor
+        optimized(x)
+    model.config.factor = 7
+    with pytest.warns(UserWarning, match=r"Configured was called with its attributes in 8 different states"):
+        assert torch.equal(optimized(x), model(x))
