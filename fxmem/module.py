@@ -147,6 +147,9 @@ class OptimizedModule(torch.nn.Module):
             with as_in_training():
                 compiled = self._compile(inputs, autocast)
             ways.append(compiled)
+            after = (arguments_of(inputs), *self._surroundings(autocast))
+            if after != signature:  # a first forward may leave something in the model's configs that later ones find
+                self._compiled.setdefault(after, []).append(compiled)
             if len(ways) == 1 and self._states.count == MANY_STATES:
                 warnings.warn(
                     f"{type(self.original).__name__} was called with its attributes in {MANY_STATES} different states (the "

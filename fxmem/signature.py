@@ -227,6 +227,9 @@ def _value_signature(value: Any, own: frozenset[int], depth: int = MOST_DEPTH) -
     if isinstance(value, np.ndarray):
         return (value.shape, value.dtype.str, value.tobytes())
     if depth and _is_record(value):
-        fields = tuple([(name, _value_signature(part, own, depth - 1)) for name, part in _fields(value).items()])
+        # In order of names: an attribute taken away for a while and put back comes last.
+        fields = tuple(
+            [(name, _value_signature(part, own, depth - 1)) for name, part in sorted(_fields(value).items())]
+        )
         return (kind, id(value) if callable(value) else 0, fields)
     return id(value)

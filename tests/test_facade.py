@@ -438,3 +438,21 @@ def test_an_attribute_that_changes_in_every_step_is_warned_of() -> None:
     model.config.factor = 7
     with pytest.warns(UserWarning, match=r"Configured was called with its attributes in 8 different states"):
         assert torch.equal(optimized(x), model(x))
+
+
+def test_what_a_first_forward_leaves_in_a_config_asks_for_no_second_plan() -> None:
+    class Settling(Configured):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.config.factor is None:
+                self.config.factor = 2.0
+            return super().forward(x)
+
+    model, x = Settling(None), torch.randn(3, 4)
+    model.config.factor = None
+    optimized = fxmem.optimize(model, x, planner="chen")
+    planned = optimized.report
+    assert torch.equal(optimized(x), model(x))
+    assert optimized.report is planned
+    model.config.factor = 3.0
+    assert torch.equal(optimized(x), model(x))
+    assert optimized.report is not planned
