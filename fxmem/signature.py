@@ -30,8 +30,6 @@ VALUES: tuple[type, ...] = (
 """Classes whose objects count by value."""
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 """Classes whose objects' elements count too."""
-MOST_DEPTH = 8
-"""Of containers and records in each other; what lies deeper counts by identity."""
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 
 
@@ -151,19 +149,25 @@ def _holders_in(model: torch.nn.Module) -> Iterator[Any]:
             stack += holder.values() if isinstance(holder, dict) else holder
 
 
-def _is_record(value: Any, depth: int = MOST_DEPTH) -> bool:
-    """True if ``value`` is an object with attributes that are all values, or containers or records of such."""
-    if isinstance(value, (*VALUES, *CONTAINERS, type, torch.Tensor, torch.nn.Module)) or not depth:
+def _is_record(value: Any, seen: set[int] | None = None) -> bool:
+    """True if ``value`` is an object with attributes that are all values, or containers or records of such.
+
+    ``seen``: ids of those already looked at on the way, which may hold each other.
+    """
+    if isinstance(value, (*VALUES, *CONTAINERS, type, torch.Tensor, torch.nn.Module)):
         return False
-    fields = _fields(value)
-    return bool(fields) and all(_is_plain(part, depth - 1) for part in fields.values())
+    fields, seen = _fields(value), {id(value)} if seen is None else seen
+    return bool(fields) and all(_is_plain(part, seen) for part in fields.values())
 
 
-def _is_plain(value: Any, depth: int) -> bool:
+def _is_plain(value: Any, seen: set[int]) -> bool:
+    if isinstance(value, VALUES) or id(value) in seen:
+        return True
+    seen.add(id(value))
     if isinstance(value, CONTAINERS):
         parts = (*value, *value.values()) if isinstance(value, dict) else value
-        return depth > 0 and all(_is_plain(part, depth - 1) for part in parts)
-    return isinstance(value, VALUES) or _is_record(value, depth)
+        return all(_is_plain(part, seen) for part in parts)
+    return _is_record(value, seen)
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -198,19 +202,17 @@ def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
                 state.append(_constant(value))
             elif (value if isinstance(value, CONTAINERS) else True) and name not in REGISTRIES:
                 others.append(value)
-        for value in others:  # one config may be an attribute of all modules
-            if id(value) not in known:
-                known[id(value)] = _value_signature(value, own)
-            state.append(known[id(value)])
+        state += [_value_signature(value, own, known) for value in others]
     for kind in _classes_of(model):
-        state += [_value_signature(value, own) for value in vars(kind).values() if _is_plain(value, MOST_DEPTH)]
+        state += [_value_signature(value, own, known) for value in vars(kind).values() if _is_plain(value, set())]
     return tuple(state)
 
 
-def _value_signature(value: Any, own: frozenset[int], depth: int = MOST_DEPTH) -> Any:
+def _value_signature(value: Any, own: frozenset[int], known: dict[int, Any]) -> Any:
     """Return what a graph has as a constant of an attribute: numbers by value, tensors and functions by identity.
 
-    ``own``: ids of the model's own tensors, which the graph reads anew in every step, not as constants.
+    ``own``: ids of the model's own tensors, which the graph reads anew in every step, not as constants. ``known``: what
+    was returned for objects looked at before, by id: one config may be an attribute of all modules, or hold itself.
     """
     kind = type(value)
     if kind in CONSTANTS:
@@ -220,16 +222,21 @@ def _value_signature(value: Any, own: frozenset[int], depth: int = MOST_DEPTH) -
         return id(value) if id(value) in own else (id(value), *facts)
     if isinstance(value, VALUES):
         return (kind, repr(value))
-    if isinstance(value, CONTAINERS) and depth:
-        items = (*value, *value.values()) if isinstance(value, dict) else value
-        parts = [_value_signature(item, own, depth - 1) for item in items]
-        return (kind, frozenset(parts) if isinstance(value, set | frozenset) else tuple(parts))
     if isinstance(value, np.ndarray):
-        return (value.shape, value.dtype.str, value.tobytes())
-    if depth and _is_record(value):
+        return (value.shape, value.dtype.str, hash(value.tobytes()))
+    if id(value) not in known:
+        known[id(value)] = id(value)
+        known[id(value)] = _contents_signature(value, own, known)
+    return known[id(value)]
+
+
+def _contents_signature(value: Any, own: frozenset[int], known: dict[int, Any]) -> Any:
+    if isinstance(value, CONTAINERS):
+        items = (*value, *value.values()) if isinstance(value, dict) else value
+        parts = [_value_signature(item, own, known) for item in items]
+        return (type(value), frozenset(parts) if isinstance(value, set | frozenset) else tuple(parts))
+    if _is_record(value):
         # In order of names: an attribute taken away for a while and put back comes last.
-        fields = tuple(
-            [(name, _value_signature(part, own, depth - 1)) for name, part in sorted(_fields(value).items())]
-        )
-        return (kind, id(value) if callable(value) else 0, fields)
+        fields = tuple([(name, _value_signature(part, own, known)) for name, part in sorted(_fields(value).items())])
+        return (type(value), id(value) if callable(value) else 0, fields)
     return id(value)

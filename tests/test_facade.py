@@ -382,9 +382,24 @@ class Called:
         return self.factor
 
 
+class Knot:
+    """Knots of a net: each knows all the others."""
+
+    def __init__(self) -> None:
+        self.factor, self.others = 1.0, list[Knot]()
+
+
+def net_of(count: int) -> Knot:
+    knots = [Knot() for _ in range(count)]
+    for knot in knots:
+        knot.others = knots
+    return knots[0]
+
+
 FACTORS: dict[type, Callable[[Any], float]] = {
     SimpleNamespace: lambda value: value.a.factor,
     Slotted: lambda value: value.factor,
+    Knot: lambda value: value.others[-1].factor,
     dict: lambda value: value["a"]["b"]["c"]["d"]["e"],
     deque: lambda value: value[0],
     set: len,
@@ -406,6 +421,7 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "slots": (Slotted(1.0), lambda model: setattr(model.value, "factor", 2.0)),
     "callable": (Called(1.0), lambda model: setattr(model.value, "factor", 2.0)),
     "deep": ({"a": {"b": {"c": {"d": {"e": 1.0}}}}}, lambda model: model.value["a"]["b"]["c"]["d"].update(e=2.0)),
+    "net": (net_of(40), lambda model: setattr(model.value.others[-1], "factor", 2.0)),
     "deque": (deque([1.0]), lambda model: model.value.__setitem__(0, 2.0)),
     "set": ({"a"}, lambda model: model.value.add("b")),
     "range": (range(1), setting("value", range(2))),
