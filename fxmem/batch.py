@@ -59,6 +59,12 @@ def resized(inputs: Inputs, dims: Dims, size: int) -> Inputs:
     return Inputs(tuple(leaves), inputs.spec)
 
 
+def without_values(inputs: Inputs) -> Inputs:
+    """Return ``inputs`` with fakes for its tensors: all that a captured graph is profiled by."""
+    world = FakeWorld(inputs.leaves)
+    return Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+
+
 def largest_batch(peak_bytes: Callable[[int], int], budget_bytes: int, limit: int = 1 << 24) -> int:
     """Return the largest size up to ``limit`` whose peak is within ``budget_bytes``, given that peaks grow with sizes.
 

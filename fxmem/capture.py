@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -29,14 +30,14 @@ from fxmem.captured import Captured, Dims, Inputs, SizeGuards, source_of, with_u
 from fxmem.effects import replaced
 from fxmem.errors import CaptureError, InputError, first_lines
 from fxmem.faithful import check_faithful
-from fxmem.fake import attributes_restored, check_device, grouped_matmuls, no_value_checks
+from fxmem.fake import FakeWorld, ScalarReads, attributes_restored, check_device, grouped_matmuls, no_value_checks
 from fxmem.frozen import with_frozen_norms
 from fxmem.opaque import Opaque, kept_whole, opaque_call
 from fxmem.regions import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
 from fxmem.replay import Autocast
 from fxmem.structures import outputs_looked_into
 from fxmem.switches import NOTED, noted_in_nodes
-from fxmem.values import KnownValues, Read, answered
+from fxmem.values import KnownValues, Read, answered, seeing_values
 
 aten = torch.ops.aten
 
@@ -58,6 +59,7 @@ def capture(
     """
     args, kwargs = inputs.call()
     _check_arguments(model, args, kwargs)
+    _check_parameters(model)
     for tensor in (*model.parameters(), *model.buffers(), *inputs.leaves):
         if isinstance(tensor, torch.Tensor):
             check_device(tensor.device)
@@ -68,6 +70,12 @@ def capture(
     except CaptureError:
         raise
     except Exception as error:
+        own = _own_error(model, inputs, autocast)
+        if own is not None:
+            raise InputError(
+                f"{type(model).__name__} does not take these arguments, without fxmem either: {type(own).__name__}: "
+                f"{first_lines(own)}"
+            ) from own
         raise CaptureError(
             f"{type(model).__name__} could not be captured by torch.export{_raised_in(error, model)}: {_cause(error)}"
         ) from error
@@ -81,6 +89,46 @@ def capture(
     _check_dynamic(model, captured)
     check_faithful(model, captured, inputs)
     return captured
+
+
+def _check_parameters(model: torch.nn.Module) -> None:
+    """Errors: ``InputError`` if what stands for a parameter is none, or has a gradient of a shape it had before."""
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            where = f"{path}.{name}" if path else name
+            if parameter is None:
+                continue
+            if not isinstance(parameter, torch.nn.Parameter):
+                raise InputError(
+                    f"{where} is a plain tensor where a parameter was, as torch.func.functional_call leaves it: give it "
+                    "torch.nn.Parameter objects, or call the unoptimized model, model.original"
+                )
+            if parameter.grad is not None and parameter.grad.shape != parameter.shape:
+                raise InputError(
+                    f"the gradient of {where} has shape {tuple(parameter.grad.shape)}, the parameter itself "
+                    f"{tuple(parameter.shape)}: call zero_grad() after a parameter is resized"
+                )
+
+
+_OF_FAKES = re.compile("fake|data.?dependent|numpy|symbolic|NotImplemented", re.IGNORECASE)
+"""In errors that the model raises on fakes only."""
+
+
+def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> Exception | None:
+    """Return what the model raises when it is merely run on fakes of these arguments; None where that is fakes' fault."""
+    world = FakeWorld(inputs.leaves)
+    fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
+    args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
+    region = autocast.enter() if autocast else nullcontext()
+    on_fakes = attributes_restored(model), world.state_of(model), world.active(model), ScalarReads()
+    try:
+        with ExitStack() as stack:
+            for context in (*on_fakes, region, seeing_values(inputs.leaves, fakes), quiet()):
+                stack.enter_context(context)
+            model(*args, **kwargs)
+    except Exception as error:
+        return None if _OF_FAKES.search(f"{type(error).__name__} {error}") else error
+    return None
 
 
 def _check_dense(model: torch.nn.Module, tensor: torch.Tensor) -> None:
@@ -124,7 +172,7 @@ def _exported(
             grouped_matmuls(),
             scope,
             outputs_looked_into(model),
-            _quiet(),
+            quiet(),
             _regions_left(),
             noted_in_nodes(model),
         ):
@@ -204,8 +252,8 @@ def _as_if_eager(model: torch.nn.Module, values: KnownValues) -> Iterator[None]:
 
     compiler: Any = torch.compiler
 
-    def stand_in(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values.stand_in(Inputs.of(args, kwargs).leaves)
+    def stand_in(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values.stand_in(Inputs.of(args, kwargs, model).leaves)
         # What torch.compiler's functions answer where a model has them by other names; torch.export puts them back.
         compiler._is_compiling_flag = compiler._is_exporting_flag = False
 
@@ -322,15 +370,14 @@ def _cause(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch.export from printing the graph it had when it failed, or sizes it takes as they are: errors and guards
-    say what there is to say."""
-    logs = [
-        logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_export.non_strict_utils")
-    ]
+def quiet() -> Iterator[None]:
+    """Keep torch.export from printing the graph it had when it failed, or sizes it takes as they are, and fakes from
+    printing why an op failed: errors and guards say what there is to say."""
+    names = ("fx.experimental.symbolic_shapes", "_export.non_strict_utils", "_subclasses.fake_tensor")
+    logs = [logging.getLogger(f"torch.{name}") for name in names]
     levels = [log.level for log in logs]
     for log in logs:
-        log.setLevel(logging.ERROR)
+        log.setLevel(logging.CRITICAL)
     try:
         with replaced(torch.export._trace, "print", lambda *_, **__: None):
             yield

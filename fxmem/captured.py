@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,25 +27,33 @@ Dims = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """A call's arguments, flattened: ``leaves`` in the order of ``spec``; keyword arguments sorted by name."""
+    """A call's arguments, flattened: ``leaves`` in the order of ``spec``."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """Return the flattened form of a call ``f(*args, **kwargs)``."""
-        leaves, spec = flattened((args, dict(sorted(kwargs.items()))))
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], model: torch.nn.Module | None = None) -> Inputs:
+        """Return the flattened form of a call ``model(*args, **kwargs)``.
+
+        Keyword arguments are sorted by name, but for those that the model's forward takes as ``**kwargs``: it sees their
+        order.
+        """
+        if kwargs:
+            extra = () if model is None else _extra_names(model, kwargs)
+            names = (*sorted(name for name in kwargs if name not in extra), *extra)
+            kwargs = {name: kwargs[name] for name in names}
+        leaves, spec = flattened((args, kwargs))
         return Inputs(tuple(leaves), spec)
 
     @staticmethod
-    def of_example(example_args: Any, example_kwargs: dict[str, Any] | None) -> Inputs:
+    def of_example(example_args: Any, example_kwargs: dict[str, Any] | None, model: torch.nn.Module) -> Inputs:
         """Return the inputs that a user gives as an example: a tensor, or a tuple or list of arguments.
 
         Errors: ``InputError`` if there is no tensor among them.
         """
         args = tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
-        inputs = Inputs.of(() if example_args is None else args, example_kwargs or {})
+        inputs = Inputs.of(() if example_args is None else args, example_kwargs or {}, model)
         if not inputs.tensors:
             raise InputError(
                 "the example holds no tensor; pass one call's arguments as example_args and example_kwargs"
@@ -60,6 +69,23 @@ class Inputs:
         """Return (args, kwargs)."""
         args, kwargs = tree_unflatten(list(self.leaves), self.spec)
         return tuple(args), kwargs
+
+
+def _extra_names(model: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Return those names that the model's forward does not name itself, in the order given."""
+    forward = model.forward
+    named = _named(getattr(forward, "__func__", forward))
+    return tuple(name for name in kwargs if name not in named)
+
+
+@lru_cache(maxsize=1_000)
+def _named(forward: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a function's parameters; none where they cannot be told."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ class InfeasibleBudgetError(FxMemError, ValueError):
     """No plan fits the budget.
 
     ``budget_bytes``: what was asked. ``least_bytes``: the least peak any plan reached. ``breakdown``: (kind, bytes)
-    pairs that sum to ``least_bytes``. ``place``: node, module path and source line of that peak.
+    pairs that sum to ``least_bytes``. ``place``: node, module path and source line of that peak. ``remedy``: what else
+    helps, as text.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class InfeasibleBudgetError(FxMemError, ValueError):
         remedy: str = "",
     ) -> None:
         self.budget_bytes, self.least_bytes = budget_bytes, least_bytes
-        self.breakdown, self.place = breakdown, place
+        self.breakdown, self.place, self.remedy = breakdown, place, remedy
         unit, scale = unit_of(least_bytes)
         parts = ", ".join(f"{kind} {nbytes / scale:.3f}" for kind, nbytes in breakdown if nbytes)
         budget, least = budget_bytes / scale, least_bytes / scale
@@ -45,7 +46,7 @@ class InfeasibleBudgetError(FxMemError, ValueError):
         super().__init__(message + (f" {remedy}" if remedy else ""))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.budget_bytes, self.least_bytes, self.breakdown, self.place))
+        return (type(self), (self.budget_bytes, self.least_bytes, self.breakdown, self.place, self.remedy))
 
 
 def unit_of(peak_bytes: int) -> tuple[str, float]:

@@ -150,7 +150,7 @@ def estimate(
     step = check_step(TrainingStep(loss_fn, optimizer, bool(accumulate), scaler))
     if not model.training:
         raise InputError("the model is in eval mode; call model.train() first: an estimate is of a training step")
-    inputs = Inputs.of_example(example_args, example_kwargs)
+    inputs = Inputs.of_example(example_args, example_kwargs, model)
     on_cuda = torch.device("cpu" if device is None else device).type == "cuda"
     world = FakeWorld(inputs.leaves, "cpu" if device is None or (on_cuda and not torch.cuda.is_available()) else device)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):

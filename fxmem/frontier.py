@@ -75,7 +75,7 @@ def frontier(
     for what, name, known in (("planner", planner, PLANNERS), ("cost", cost, COSTS)):
         if name not in known:
             raise InputError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
-    inputs = Inputs.of_example(example_args, example_kwargs)
+    inputs = Inputs.of_example(example_args, example_kwargs, model)
     settings = Settings(
         budget_bytes=None,
         step=check_step(TrainingStep(loss_fn, optimizer, bool(accumulate), scaler)),

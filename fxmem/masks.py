@@ -27,7 +27,7 @@ from fxmem.captured import Captured, with_unused_state
 from fxmem.fake import FakeWorld, made_outside
 from fxmem.profile import Profiled
 from fxmem.regions import Region, Scoped, op_of, region_of
-from fxmem.replay import Autocast, View
+from fxmem.replay import Autocast, View, in_batched_backward
 from fxmem.types import NodeProfile
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (drawn,) = ctx.saved_tensors
         noise = _noise(drawn, ctx.probability, grad.dtype)
-        in_place = not torch.is_grad_enabled() and _laid_out_alike(noise, grad)
+        in_place = not (torch.is_grad_enabled() or in_batched_backward()) and _laid_out_alike(noise, grad)
         return noise.mul_(grad) if in_place else grad * noise, None
 
 

@@ -19,16 +19,16 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from fxmem import cache as disk
-from fxmem.profile import Profiled
+from fxmem.profile import NodeTimer, Profiled
 from fxmem.regions import Scoped
 from fxmem.replay import Autocast, NodeReplay, SavedInRerun, View, autocast_as_in_forward, leaves_of
-from fxmem.types import NodeProfile
+from fxmem.types import GraphProfile, NodeProfile
 
 KIND = "times"
 MOST_RUNS = 5
@@ -76,20 +76,48 @@ def _device_of(profiled: Profiled) -> torch.device | None:
     return devices[0] if len(devices) == 1 and devices[0].type in EVICTING_BYTES else None
 
 
+def with_times_like(
+    profiled: Profiled, other: GraphProfile, counterparts: Mapping[int, int], timer: NodeTimer
+) -> Profiled:
+    """Return ``profiled`` with times that are to ``timer``'s as those of ``other`` are, another size of the same graph.
+
+    ``counterparts``: the node of ``other`` by node; others have the times they have.
+    """
+
+    def seconds(node: NodeProfile) -> float:
+        like = other.nodes[counterparts[node.index]]
+        usual = timer(like.flops, like.moved_bytes)
+        return timer(node.flops, node.moved_bytes) * (like.seconds / usual if usual else 1.0)
+
+    graph = profiled.profile
+    usual = 2 * sum(timer(node.flops, node.moved_bytes) for node in other.nodes)
+    backward_seconds = graph.backward_seconds * (other.backward_seconds / usual if usual else 1.0)
+    forward = [seconds(node) if node.index in counterparts else node.seconds for node in graph.nodes]
+    return _timed(profiled, forward, backward_seconds, _tape_seconds(other))
+
+
 def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
     graph = profiled.profile
-    seconds = [measured.get(node.index) for node in graph.nodes]
     scale = _scales(graph.nodes, measured)
-    filled = [s or _scaled(node, scale(node.op)) for node, s in zip(graph.nodes, seconds, strict=True)]
-    nodes = tuple(dataclasses.replace(n, seconds=s.forward) for n, s in zip(graph.nodes, filled, strict=True))
+    filled = [measured.get(node.index) or _scaled(node, scale(node.op)) for node in graph.nodes]
     on_cpu = all(device.type == "cpu" for device in profiled.devices)
-    tape_seconds = TAPE_SECONDS if on_cpu else 0.0
+    forward, backward = [s.forward for s in filled], sum(s.backward for s in filled)
+    return _timed(profiled, forward, backward, TAPE_SECONDS if on_cpu else 0.0)
+
+
+def _timed(profiled: Profiled, forward: list[float], backward_seconds: float, tape_seconds: float) -> Profiled:
+    graph = profiled.profile
+    nodes = tuple(dataclasses.replace(n, seconds=s) for n, s in zip(graph.nodes, forward, strict=True))
     recipes = tuple(
         dataclasses.replace(r, seconds=tape_seconds + sum(nodes[k].seconds for k in r.nodes)) for r in graph.recipes
     )
-    backward_seconds = sum(s.backward for s in filled)
     timed = dataclasses.replace(graph, nodes=nodes, recipes=recipes, backward_seconds=backward_seconds)
     return dataclasses.replace(profiled, profile=timed)
+
+
+def _tape_seconds(graph: GraphProfile) -> float:
+    """Return what every recipe costs beside its nodes."""
+    return min((r.seconds - sum(graph.nodes[k].seconds for k in r.nodes) for r in graph.recipes), default=0.0)
 
 
 def _scales(nodes: tuple[NodeProfile, ...], measured: dict[int, Seconds]) -> Callable[[str], float]:

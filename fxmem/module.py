@@ -7,16 +7,17 @@ training-mode calls with grad enabled run an emitted graph, all others the origi
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxmem.batch import largest_batch, resized, varying_dims
+from fxmem.batch import largest_batch, resized, varying_dims, without_values
 from fxmem.budget import parse_bytes, parse_gigabytes
 from fxmem.capture import as_in_training, capture, fitting
 from fxmem.captured import Captured, Dims, Inputs
@@ -29,16 +30,20 @@ from fxmem.planners import PLANNERS
 from fxmem.policy import Rule, check_policy
 from fxmem.replay import Autocast
 from fxmem.report import Report
-from fxmem.signature import REGISTRIES, ModelStates, arguments_of
+from fxmem.signature import REGISTRIES, ModelStates, arguments_of, constants_of
+from fxmem.sizes import Planned
 from fxmem.step import OptimizerLike, TrainingStep, check_step
 from fxmem.switches import present
 from fxmem.timing import COSTS, preset_of
 from fxmem.track import tensors_of
 from fxmem.types import Plan
 
-MANY_WAYS = MANY_STATES = 8
-"""Of one signature, by the values of inputs, or of a model, by its attributes: here the user hears that planning each
-takes time."""
+MANY_WAYS = MANY_STATES = MANY_CONSTANTS = 8
+"""Of one signature, by the values of inputs, of a model, by its attributes, or of its arguments that are no tensors: here
+the user hears that planning each takes time."""
+
+_planning = threading.RLock()
+"""Capturing exchanges functions of torch for a while, as torch.export itself does: one thread at a time."""
 
 
 def optimize(
@@ -102,18 +107,40 @@ def optimize(
     )
     optimized = OptimizedModule(model, settings)
     if example_args is not None or example_kwargs is not None:
-        inputs = Inputs.of_example(example_args, example_kwargs)
+        inputs = Inputs.of_example(example_args, example_kwargs, model)
         if not model.training:
             raise InputError("the model is in eval mode; call model.train() first: a plan is for training")
         optimized.compile_for(inputs, Autocast.of(_device_type(model), autocast))
     return optimized
 
 
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Signatures that differ in sizes only."""
+
+    captured: Captured
+    """The graph of the latest."""
+    example: Inputs
+    """Its arguments, without values."""
+    planned: list[Planned]
+    """Sizes that were planned for."""
+
+
 class OptimizedModule(torch.nn.Module):
     """A model that trains under a plan. It has the original's parameters, buffers, submodules and state_dict keys."""
 
     _OWN = frozenset(
-        {"original", "_settings", "_states", "_compiled", "_families", "_latest", "training", "_compiled_call_impl"}
+        {
+            "original",
+            "_settings",
+            "_states",
+            "_compiled",
+            "_constants",
+            "_families",
+            "_latest",
+            "training",
+            "_compiled_call_impl",
+        }
     )
 
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
@@ -123,6 +150,7 @@ class OptimizedModule(torch.nn.Module):
         own["_settings"] = settings
         own["_states"] = ModelStates(original)
         own["_compiled"] = {}
+        own["_constants"] = set()
         own["_families"] = {}
         own["_latest"] = None
         self._share()
@@ -140,55 +168,81 @@ class OptimizedModule(torch.nn.Module):
 
         A model that looks at its inputs' values has one of these for each way it took.
         """
-        signature = (arguments_of(inputs), *self._surroundings(autocast))
+        signature = self._signature(inputs, autocast)
         ways: list[Compiled] = self._compiled.setdefault(signature, [])
-        compiled = next((way for way in ways if way.captured.serves(inputs)), None)
+        compiled = _serving(ways, inputs)
         if compiled is None:
-            with as_in_training():
-                compiled = self._compile(inputs, autocast)
-            ways.append(compiled)
-            after = (arguments_of(inputs), *self._surroundings(autocast))
-            if after != signature:  # a first forward may leave something in the model's configs that later ones find
-                self._compiled.setdefault(after, []).append(compiled)
-            if len(ways) == 1 and self._states.count == MANY_STATES:
-                warnings.warn(
-                    f"{type(self.original).__name__} was called with its attributes in {MANY_STATES} different states (the "
-                    "values of a counter or of a schedule, perhaps); each is captured and planned anew. Keep counters out "
-                    "of the model, and what changes from step to step in a buffer or an argument that is a tensor.",
-                    stacklevel=3,
-                )
-            if len(ways) == MANY_WAYS:
-                warnings.warn(
-                    f"{type(self.original).__name__} looks at values of its inputs and took {MANY_WAYS} different ways "
-                    "for calls of one signature; each is planned anew. Move what looks at values out of the model.",
-                    stacklevel=3,
-                )
+            compiled = self._compile_new(inputs, autocast, signature, ways)
         self.__dict__["_latest"] = compiled
         return compiled
 
-    def _surroundings(self, autocast: Autocast | None) -> tuple[Any, ...]:
-        """Return what a plan depends on beside a call's arguments."""
+    def _compile_new(
+        self, inputs: Inputs, autocast: Autocast | None, signature: tuple[Any, ...], ways: list[Compiled]
+    ) -> Compiled:
+        """Compile what ``ways``, those known of this signature, do not serve."""
+        with _planning, as_in_training():
+            compiled = _serving(ways, inputs)
+            if compiled is not None:  # another thread was faster
+                return compiled
+            compiled = self._compile(inputs, autocast)
+            ways.append(compiled)
+            after = self._signature(inputs, autocast)
+            if after != signature:  # a first forward may leave something in the model's configs that later ones find
+                self._compiled.setdefault(after, []).append(compiled)
+        self._warn_of_many(inputs, ways)
+        return compiled
+
+    def _warn_of_many(self, inputs: Inputs, ways: list[Compiled]) -> None:
+        """Warn where what is planned for anew again and again could be told apart by tensors."""
+        name = type(self.original).__name__
+        if len(ways) == 1 and self._states.count == MANY_STATES:
+            warnings.warn(
+                f"{name} was called with its attributes in {MANY_STATES} different states (the values of a counter or of a "
+                "schedule, perhaps); each is captured and planned anew. Keep counters out of the model, and what changes "
+                "from step to step in a buffer or an argument that is a tensor.",
+                stacklevel=5,
+            )
+        constants = constants_of(inputs)
+        if constants not in self._constants:
+            self._constants.add(constants)
+            if len(self._constants) == MANY_CONSTANTS:
+                warnings.warn(
+                    f"{name} was called with {MANY_CONSTANTS} different values of arguments that are no tensors; each is "
+                    "captured and planned anew. Pass what changes from step to step as a tensor.",
+                    stacklevel=5,
+                )
+        if len(ways) == MANY_WAYS:
+            warnings.warn(
+                f"{name} looks at values of its inputs and took {MANY_WAYS} different ways for calls of one signature; "
+                "each is planned anew. Move what looks at values out of the model.",
+                stacklevel=5,
+            )
+
+    def _signature(self, inputs: Inputs, autocast: Autocast | None, *, with_sizes: bool = True) -> tuple[Any, ...]:
+        """Return what a plan depends on; without ``with_sizes``, what a graph with symbolic dimensions does."""
         dtypes = torch.get_default_dtype(), torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
-        return (autocast, dtypes, present(), self._states.number())
+        state = self._states.number(), self._states.among(inputs.tensors)
+        return (arguments_of(inputs, with_sizes=with_sizes), autocast, dtypes, present(), *state)
 
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
         _check_alone(self.original)
-        family = (arguments_of(inputs, with_sizes=False), *self._surroundings(autocast))
-        known: tuple[Captured, Inputs] | None = self._families.get(family)
+        key = self._signature(inputs, autocast, with_sizes=False)
+        family: _Family | None = self._families.get(key)
         captured: Captured | None = None
-        if known is not None:
-            captured, example = known
-            dims = varying_dims(example, inputs)
+        if family is not None:
+            captured = family.captured
+            dims = varying_dims(family.example, inputs)
             if not dims <= captured.dynamic:
                 captured = _captured_dynamic(self.original, inputs, autocast, dims | captured.dynamic)
             elif not (captured.serves(inputs) and captured.fits(inputs)):
                 captured = None
         if captured is None:
             captured = capture_or_advise(self.original, inputs, autocast)
-        self._families[family] = (captured, inputs)
+        planned = family.planned if family is not None else []
+        self._families[key] = _Family(captured, without_values(inputs), planned)
         try:
-            return compile_model(self.original, inputs, self._settings, autocast, captured)
+            compiled = compile_model(self.original, inputs, self._settings, autocast, captured, planned)
         except InfeasibleBudgetError as error:
             if not captured.dynamic:
                 raise
@@ -200,6 +254,9 @@ class OptimizedModule(torch.nn.Module):
                 error.place,
                 f"The largest batch that fits is {largest}.",
             ) from None
+        if compiled.planned is not None:
+            planned.append(compiled.planned)
+        return compiled
 
     def _largest_batch(self, captured: Captured, inputs: Inputs) -> int:
         """Return the largest size of the dynamic dimensions at which some plan fits."""
@@ -256,7 +313,17 @@ class OptimizedModule(torch.nn.Module):
                 "an optimized model cannot run inside a torch.func transform (grad, vmap, jvp, ...): these forbid the "
                 "saved-tensor hooks that recompute; apply the transform to the unoptimized model, model.original"
             )
-        inputs = Inputs.of(args, kwargs)
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            raise InputError(
+                "an optimized model cannot run where saved-tensor hooks are disabled: they are what recomputes; run the "
+                "unoptimized model there, model.original"
+            )
+        if torch.autograd.forward_ad._current_level >= 0:
+            raise InputError(
+                "an optimized model has no forward-mode derivatives: run the unoptimized model, model.original, inside "
+                "torch.autograd.forward_ad.dual_level"
+            )
+        inputs = Inputs.of(args, kwargs, self.original)
         compiled = self.compile_for(inputs, Autocast.of(_device_type(self.original)))
         return compiled.captured.call(compiled.graph_module, inputs.leaves)
 
@@ -314,6 +381,11 @@ class OptimizedModule(torch.nn.Module):
 
 
 # -- checks and settings -------------------------------------------------------------------------------------------------
+
+
+def _serving(ways: list[Compiled], inputs: Inputs) -> Compiled | None:
+    """Return that of ``ways`` which the model goes with these inputs."""
+    return next((way for way in ways if way.captured.serves(inputs)), None)
 
 
 def _captured_dynamic(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dims: Dims) -> Captured | None:

@@ -163,6 +163,8 @@ class _Observer:
         self.left: Gradients | None = None
         self.backward_work = [0, 0]
         self.in_backward = False
+        self.written: set[int] = set()
+        """What the schemas of the current node's ops say they write: not every kernel raises a version."""
 
     # -- listening ----------------------------------------------------------------------------------------------------
 
@@ -174,6 +176,8 @@ class _Observer:
             return
         flops, moved_bytes = _work(func, args, kwargs, output)
         if self.current is not None:
+            if func._schema.is_mutable:
+                self.written.update(map(self.tracker.serial, _written(func, args, kwargs)))
             self.current.flops += flops
             self.current.moved_bytes += moved_bytes
             if torch.Tag.nondeterministic_seeded in func.tags:
@@ -349,6 +353,7 @@ class _Observer:
         before = [tensor._version for _, tensor in tensors]
         self.nodes.append(record)
         self.current = record
+        self.written.clear()
         start = len(self.events)
         self.events.append(Event("begin", record.index))
         del leaves
@@ -357,7 +362,7 @@ class _Observer:
         self.current = None
         for (_, tensor), version in zip(tensors, before, strict=True):
             serial = self.tracker.serial(tensor)
-            if tensor._version != version and serial not in record.writes:
+            if (tensor._version != version or serial in self.written) and serial not in record.writes:
                 record.writes.append(serial)
         for serial in record.writes:
             self.versions[serial] = self.versions.get(serial, 0) + 1
@@ -407,6 +412,14 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
     if not func._schema.is_mutable and all(r.untyped_storage()._cdata in _keys(operands) for r in results):
         return flops, 0
     return flops, sum(t.numel() * t.element_size() for t in (*results, *operands))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an op's schema says it writes."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (t for t in tree_leaves(value) if has_storage(t))
 
 
 def _keys(tensors: list[torch.Tensor]) -> set[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fxmem.capture import capture
+from fxmem.capture import capture, quiet
 from fxmem.captured import Captured, Inputs
 from fxmem.errors import CaptureError, FxMemError
 from fxmem.fake import FakeWorld, ScalarReads
@@ -63,9 +63,9 @@ def _calls(model: torch.nn.Module, world: FakeWorld, inputs: Inputs, autocast: A
     calls: dict[str, Inputs] = {}
 
     def noting(path: str) -> Any:
-        def note(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        def note(part: torch.nn.Module, args: Any, kwargs: Any) -> None:
             with suppress(FxMemError):
-                given = Inputs.of(args, kwargs)
+                given = Inputs.of(args, kwargs, part)
                 calls.setdefault(path, Inputs(tuple(map(_as_leaf, given.leaves)), given.spec))
 
         return note
@@ -78,6 +78,7 @@ def _calls(model: torch.nn.Module, world: FakeWorld, inputs: Inputs, autocast: A
             stack.callback(hook.remove)
         stack.enter_context(world.active(model))
         stack.enter_context(ScalarReads())
+        stack.enter_context(quiet())
         stack.enter_context(autocast.enter() if autocast else nullcontext())
         stack.enter_context(suppress(Exception))  # what cannot run on fakes either ends the search there
         model(*args, **kwargs)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import fx
 
+from fxmem.batch import without_values
 from fxmem.capture import capture
 from fxmem.captured import Captured, Inputs
 from fxmem.check import check_plan
@@ -20,7 +22,7 @@ from fxmem.cuda import Allocation
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.inplace import decide, in_place
 from fxmem.masks import num_byte_masks, with_byte_masks
-from fxmem.measure import with_measured_times
+from fxmem.measure import with_measured_times, with_times_like
 from fxmem.planners import PLANNERS, cheapest_within, pareto, stored
 from fxmem.planners.gap import lower_bound
 from fxmem.policy import Rule, constrain, enforce, matches
@@ -30,6 +32,7 @@ from fxmem.report import Report, build_report
 from fxmem.report.text import place_of_tick
 from fxmem.rewrite import rewrite
 from fxmem.simulate import keep_all, simulate
+from fxmem.sizes import Planned, counterparts, of_same_graph, taken_over
 from fxmem.step import TrainingStep
 from fxmem.timing import Hardware, hardware_for
 from fxmem.types import FrontierPoint, GraphProfile, Plan, Timeline, Verification
@@ -64,6 +67,8 @@ class Compiled:
     captured: Captured
     plan: Plan
     report: Report
+    planned: Planned | None = None
+    """Its frontier, if it was planned for and not taken over."""
 
 
 def compile_model(
@@ -72,24 +77,33 @@ def compile_model(
     settings: Settings,
     autocast: Autocast | None = None,
     captured: Captured | None = None,
+    earlier: Sequence[Planned] = (),
 ) -> Compiled:
     """Return ``model`` compiled for the signature of ``inputs``; ``captured``: its graph, if already there.
 
-    Errors: ``CaptureError``, ``ProfileError``, ``InfeasibleBudgetError``; nothing big is allocated before they show.
+    ``earlier``: other sizes of that graph, planned before, whose plans are taken over where they are as good here. Errors:
+    ``CaptureError``, ``ProfileError``, ``InfeasibleBudgetError``; nothing big is allocated before they show.
     """
     start = time.perf_counter()
     captured = captured or capture(model, inputs, autocast)
-    profiled = plain = profile_as_captured(model, captured, inputs, settings)
+    plain = profile_as_captured(model, captured, inputs, settings)
+    shapes = without_values(inputs)  # what is kept in the report: a batch would stay in memory
 
     @cache
-    def planned() -> tuple[Profiled, tuple[FrontierPoint, ...]]:
-        profiled = profile_for_short_memory(plain, model, inputs, settings)
-        return profiled, frontier_of(profiled.profile, settings)
+    def narrow() -> Profiled:
+        return profile_with_byte_masks(plain, model, shapes, settings)
 
-    chosen = emit_if_all_fits(plain, inputs, settings)
+    @cache
+    def anew() -> tuple[Profiled, Planned]:
+        profiled = with_measured_times(narrow(), cache=settings.cache) if settings.measure else narrow()
+        return profiled, Planned(profiled.profile, frontier_of(profiled.profile, settings))
+
+    profiled, chosen, planned = plain, emit_if_all_fits(plain, inputs, settings), None
     if chosen is None:
-        profiled, points = planned()
-        chosen = emit_within_budget(profiled, inputs, settings, points)
+        profiled, chosen = emit_taken_over(narrow(), model, inputs, settings, earlier)
+    if chosen is None:
+        profiled, planned = anew()
+        chosen = emit_within_budget(profiled, inputs, settings, planned.points)
     eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, gradients=profiled.gradients)
     report = build_report(
         profiled.profile,
@@ -97,7 +111,8 @@ def compile_model(
         chosen.verification,
         budget_bytes=settings.budget_bytes,
         eager_peak_bytes=eager_bytes,
-        least_bytes=lambda: planned()[1][-1].peak_bytes,
+        least_bytes=lambda: anew()[1].points[-1].peak_bytes,
+        plans_for_least=planned is None,
         peak_step=chosen.timeline.peak_step,
         bound_seconds=lower_bound(
             profiled.profile, settings.budget_bytes or chosen.point.peak_bytes, chosen.point.recompute_seconds
@@ -107,7 +122,7 @@ def compile_model(
         inplace=profiled.inplace,
         cuda=cuda_peaks(chosen.events) if any(device.type == "cuda" for device in profiled.devices) else None,
     )
-    return Compiled(chosen.graph_module, profiled.captured, chosen.point.plan, report)
+    return Compiled(chosen.graph_module, profiled.captured, chosen.point.plan, report, planned)
 
 
 def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
@@ -130,11 +145,17 @@ def profile_for_short_memory(
     profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings
 ) -> Profiled:
     """Return the profile of the same graph, its dropout masks of bytes, with times of the device or the one asked for."""
+    narrow = profile_with_byte_masks(profiled, model, inputs, settings)
+    return with_measured_times(narrow, cache=settings.cache) if settings.measure else narrow
+
+
+def profile_with_byte_masks(profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings) -> Profiled:
+    """Return the profile of the same graph, its dropout masks of bytes, with estimated times."""
     narrow = with_byte_masks(profiled, lambda node: any(matches(where, node) for where, _ in settings.policy))
-    if narrow is not profiled.captured:
-        hardware = settings.hardware or _hardware_of(model)
-        profiled = replace(profile(narrow, inputs, hardware.seconds, settings.step, profiled), inplace=profiled.inplace)
-    return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
+    if narrow is profiled.captured:
+        return profiled
+    hardware = settings.hardware or _hardware_of(model)
+    return replace(profile(narrow, inputs, hardware.seconds, settings.step, profiled), inplace=profiled.inplace)
 
 
 def _keep_all(graph_profile: GraphProfile) -> FrontierPoint:
@@ -175,25 +196,43 @@ def emit_if_all_fits(profiled: Profiled, inputs: Inputs, settings: Settings) -> 
     return emitted if emitted.verification.verified_bytes <= most_bytes else None
 
 
+def emit_taken_over(
+    profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings, earlier: Sequence[Planned]
+) -> tuple[Profiled, Emitted | None]:
+    """Emit the cheapest plan of an earlier size, by the times of the nearest one; None where none is good enough."""
+    earlier = of_same_graph(profiled.profile, earlier)
+    if not earlier or settings.budget_bytes is None:
+        return profiled, None
+    hardware, like = settings.hardware or _hardware_of(model), earlier[0].profile
+    profiled = with_times_like(profiled, like, counterparts(profiled.profile, like), hardware.seconds)
+    points = taken_over(profiled.profile, earlier, settings.policy, settings.budget_bytes)
+    return profiled, _emit_cheapest(profiled, inputs, settings, points)
+
+
 def emit_within_budget(
     profiled: Profiled, inputs: Inputs, settings: Settings, points: tuple[FrontierPoint, ...]
 ) -> Emitted:
-    """Emit the cheapest point whose *verified* peak is within the budget.
+    """Emit the cheapest point whose *verified* peak is within the budget. Errors: ``InfeasibleBudgetError``."""
+    emitted = _emit_cheapest(profiled, inputs, settings, points)
+    if emitted is None:
+        assert settings.budget_bytes is not None
+        raise _infeasible(profiled.profile, points, settings.budget_bytes)
+    return emitted
 
-    Where a verified peak exceeds the budget though the planned one did not, plan again that much lower.
-    """
+
+def _emit_cheapest(
+    profiled: Profiled, inputs: Inputs, settings: Settings, points: tuple[FrontierPoint, ...]
+) -> Emitted | None:
+    """Where a verified peak exceeds the budget though the planned one did not, plan again that much lower."""
     budget_bytes = settings.budget_bytes
     limit_bytes = points[0].peak_bytes if budget_bytes is None else budget_bytes
-    while True:
-        point = cheapest_within(points, limit_bytes)
-        if point is None:
-            assert budget_bytes is not None
-            raise _infeasible(profiled.profile, points, budget_bytes)
+    while (point := cheapest_within(points, limit_bytes)) is not None:
         emitted = _emit(profiled, inputs, settings.step, point)
         verified_bytes = emitted.verification.verified_bytes
         if budget_bytes is None or verified_bytes <= budget_bytes:
             return emitted
         limit_bytes = min(point.peak_bytes - 1, budget_bytes - (verified_bytes - point.peak_bytes))
+    return None
 
 
 def _emit(profiled: Profiled, inputs: Inputs, step: TrainingStep, point: FrontierPoint) -> Emitted:

@@ -309,6 +309,24 @@ def casts_kept(kept: bool) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+def in_batched_backward() -> bool:
+    """True inside a backward that computes many gradients at once (``is_grads_batched``) from one forward's tensors."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING))
+
+
+@contextmanager
+def outside_of_batch() -> Iterator[None]:
+    """Run the body, in which no tensor stands for many, as outside of such a backward."""
+    torch._C._dispatch_tls_set_dispatch_key_included(_BATCHING, False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_included(_BATCHING, True)
+
+
+_BATCHING: Any = "VmapMode"
+
+
 def _never(_: object) -> torch.Tensor:
     raise AssertionError("a re-run's saved tensors are never asked for")
 

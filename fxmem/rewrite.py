@@ -110,6 +110,7 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
     for s in live.held:
         holds.setdefault(profiled.last_writer[s], []).append(s)
     connects, frees = _connections(profiled, live)
+    inputs = _inputs(profiled)
     tapes = {}
     for node in profile.nodes:
         hooked = any(s in live.dropped for s in node.saves)
@@ -122,7 +123,9 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
                 hooked=hooked,
                 arguments=profiled.arguments[node.index],
                 loose=tuple(
-                    (p, v) for p, v in profiled.arguments[node.index] if node.index in replayed and 1 in v.size
+                    (p, v)
+                    for p, v in profiled.arguments[node.index]
+                    if node.index in replayed and (1 in v.size or v.storage in inputs)
                 ),
                 outputs=tuple((p, v) for p, v in profiled.outputs[node.index] if v.storage >= 0),
                 internals=profiled.internals[node.index],
@@ -132,6 +135,12 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
                 frees=tuple(frees.get(node.index, ())),
             )
     return tapes
+
+
+def _inputs(profiled: Profiled) -> frozenset[int]:
+    """Return the static tensors (``~j``) that a call brings along."""
+    names = {node.name for node in profiled.captured.graph_module.graph.nodes if node.op == "placeholder"}
+    return frozenset(~j for j, name in enumerate(profiled.static_names) if name in names)
 
 
 def _connections(profiled: Profiled, live: _Live) -> tuple[dict[int, list[int]], dict[int, list[int]]]:

@@ -22,6 +22,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,9 @@ from fxmem.replay import (
     Views,
     autocast_as_in_forward,
     check_layout,
+    in_batched_backward,
     leaves_of,
+    outside_of_batch,
     stash_random_states,
 )
 from fxmem.switches import present, under
@@ -57,8 +60,8 @@ class NodeTape:
     arguments: tuple[tuple[int, View], ...]
     """(place among the argument leaves, geometry) of tensor arguments."""
     loose: tuple[tuple[int, View], ...]
-    """Those arguments, of a node that a recipe runs again, whose strides may be others than on fakes: a dimension of one
-    element has any stride, and a kernel may be chosen by it."""
+    """Those arguments, of a node that a recipe runs again, that may lie otherwise than on fakes: an input may be anywhere
+    in its storage, and a dimension of one element has any stride, by which a kernel may be chosen."""
     outputs: tuple[tuple[int, View], ...]
     """(place among the output leaves, geometry) of outputs on managed storages."""
     internals: tuple[int, ...]
@@ -208,9 +211,10 @@ class Tape:
 
     def _note_views(self, node: NodeTape, argument_leaves: list[Any]) -> None:
         for place, view in node.loose:
-            stride = argument_leaves[place].stride()
-            if stride != view.stride:
-                self._views.setdefault(node.index, {})[place] = view._replace(stride=stride)
+            tensor = argument_leaves[place]
+            if not view.lies_as(tensor):
+                actual = view._replace(stride=tensor.stride(), offset=tensor.storage_offset())
+                self._views.setdefault(node.index, {})[place] = actual
 
     def _run_hooked(
         self, node: NodeTape, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -319,7 +323,8 @@ class Tape:
         on_the_way: dict[int, torch.Tensor] = {}
         saved, table = SavedInRerun(), self.table
         region = autocast_as_in_forward(table.autocast, table.devices, regions_inside=table.regions_inside)
-        with torch.enable_grad(), saved.hooks(), region, under(self._switches):
+        batch = outside_of_batch() if in_batched_backward() else nullcontext()
+        with batch, torch.enable_grad(), saved.hooks(), region, under(self._switches):
             for p in positions:
                 self._run_recipe(p, target, position, readers, on_the_way, saved)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_
 def arguments_of(inputs: Inputs, *, with_sizes: bool = True) -> tuple[Any, ...]:
     """Return what a plan depends on of a call's arguments; without ``with_sizes``, what a graph with symbolic dimensions
     does."""
-    return (inputs.spec, tuple([_leaf_signature(leaf, with_sizes) for leaf in inputs.leaves]))
+    leaves = tuple([_leaf_signature(leaf, with_sizes) for leaf in inputs.leaves])
+    return (inputs.spec, leaves, _sharing(inputs.tensors, with_sizes))
 
 
 def _leaf_signature(leaf: Any, with_sizes: bool) -> Any:
@@ -44,12 +45,34 @@ def _leaf_signature(leaf: Any, with_sizes: bool) -> Any:
         if leaf.layout is not torch.strided:
             return (leaf.layout, leaf.shape)
         layout = (leaf.shape, leaf.stride()) if with_sizes else (leaf.dim(), leaf.is_contiguous())
-        return (layout, leaf.dtype, leaf.device, leaf.requires_grad)
+        return (layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
     try:
         hash(leaf)
     except TypeError:
         return repr(leaf)
     return (type(leaf), _constant(leaf))
+
+
+def constants_of(inputs: Inputs) -> tuple[Any, ...]:
+    """Return what a plan depends on of those arguments that are no tensors."""
+    return tuple([_leaf_signature(leaf, True) for leaf in inputs.leaves if not isinstance(leaf, torch.Tensor)])
+
+
+def _sharing(tensors: list[torch.Tensor], with_sizes: bool) -> tuple[Any, ...]:
+    """Return which of a call's tensors are the same one, or lie on one storage, and how far apart there."""
+    if len(tensors) < 2:
+        return ()
+    first: dict[int, int] = {}
+    on: dict[int, tuple[int, int]] = {}
+    found = []
+    for number, tensor in enumerate(tensors):
+        if tensor.layout is torch.strided:
+            same = first.setdefault(id(tensor), number)
+            offset = int(tensor.storage_offset())
+            other, start = on.setdefault(tensor.untyped_storage()._cdata, (number, offset))
+            if other != number:
+                found.append((number, same, other, offset - start if with_sizes else 0))
+    return tuple(found)
 
 
 def _constant(value: Any) -> Any:
@@ -69,6 +92,7 @@ class ModelStates:
         """By state, its number and whether looks may be kept in it."""
         self._number = 0
         self._look: _Look | None = None
+        self._own: frozenset[int] = frozenset()
 
     @property
     def count(self) -> int:
@@ -82,8 +106,14 @@ class ModelStates:
             if state not in self._known:
                 self._known[state] = (len(self._known), not _may_change_unseen(self._model))
             self._number, may_look = self._known[state]
+            self._own = _own_tensors(self._model)
             self._look = _Look(self._model) if may_look else None
         return self._number
+
+    def among(self, tensors: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+        """Return which of ``tensors`` are parameters or buffers of the model, or views of them, since the last look."""
+        bases = enumerate(t if t._base is None else t._base for t in tensors)
+        return tuple([(number, id(base)) for number, base in bases if id(base) in self._own])
 
 
 class _Look:
@@ -98,7 +128,7 @@ class _Look:
         self._holders += [vars(kind).values() for kind in _classes_of(model)]
         self._values = list(chain.from_iterable(self._holders))
         self._tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-        self._facts = list(map(_FACTS, self._tensors))
+        self._facts = list(map(_facts, self._tensors))
 
     def differs(self) -> bool:
         """True if some value, or what is known of some tensor, is no longer the same."""
@@ -107,11 +137,14 @@ class _Look:
             any(self._empty)
             or len(values) != len(self._values)
             or not all(map(is_, values, self._values))
-            or list(map(_FACTS, self._tensors)) != self._facts
+            or list(map(_facts, self._tensors)) != self._facts
         )
 
 
-_FACTS = attrgetter("requires_grad", "dtype", "device", "shape")
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what may change of a parameter or buffer that stays the same object."""
+    place = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
+    return (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, place)
 
 
 def _may_change_unseen(model: torch.nn.Module) -> bool:
@@ -195,7 +228,7 @@ def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
         state.append(id(module))
         for t in (*module._parameters.values(), *module._buffers.values()):
             if t is not None:
-                state += (id(t), t.requires_grad, t.dtype, t.device, t.shape)
+                state += (id(t), _facts(t))
         others = []
         for name, value in module.__dict__.items():
             if type(value) in CONSTANTS:

@@ -51,6 +51,7 @@ ORDER = (
     "inplace",
     "masks",
     "planners",
+    "sizes",
     "rewrite",
     "verify",
     "report",

@@ -67,10 +67,11 @@ class Report:
     graph: tuple[GraphNode, ...] = field(repr=False)
     """The captured graph with what the plan does, in order of execution."""
     _least_bytes: Callable[[], int] = field(repr=False, compare=False)
+    _plans_for_least: bool = field(repr=False)
 
     @property
     def floor_bytes(self) -> int:
-        """The least peak any plan found reaches. Where nothing had to be dropped, asking for it plans, once."""
+        """The least peak any plan found reaches. Where this size was not planned for, asking for it plans, once."""
         return self._least_bytes()
 
     def plot_memory(self, axes: Any = None) -> Any:
@@ -116,6 +117,7 @@ def build_report(
     budget_bytes: int | None,
     eager_peak_bytes: int,
     least_bytes: Callable[[], int],
+    plans_for_least: bool,
     peak_step: int,
     bound_seconds: float,
     plan_seconds: float,
@@ -125,7 +127,8 @@ def build_report(
 ) -> Report:
     """Return the report of ``point``; no plan within the budget recomputes for less than ``bound_seconds``.
 
-    ``least_bytes``: called when the least reachable peak is asked for.
+    ``least_bytes``: called when the least reachable peak is asked for, which is when it is written out too unless it
+    ``plans_for_least``.
     """
     dropped = set(point.plan.dropped)
     rows = tuple(
@@ -158,6 +161,7 @@ def build_report(
         eager_timeline=simulate(profile, keep_all(profile), with_steps=True),
         graph=graph_nodes(profile, point.plan),
         _least_bytes=least_bytes,
+        _plans_for_least=plans_for_least,
     )
 
 
@@ -189,7 +193,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         ("budget", budget),
         ("predicted peak", sized(report.predicted_peak_bytes)),
         ("eager peak", sized(report.eager_peak_bytes)),
-        *([("least reachable peak", sized(report.floor_bytes))] if report.dropped_bytes else []),
+        *([("least reachable peak", sized(report.floor_bytes))] if not report._plans_for_least else []),
         ("parameters", sized(report.static.parameters_bytes)),
         ("optimizer state", sized(report.static.optimizer_state_bytes)),
         ("buffers and batch", sized(report.static.buffers_bytes + report.static.inputs_bytes)),

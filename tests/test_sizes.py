@@ -1,0 +1,197 @@
+"""Plans taken over from one size of a graph for another: as good, never over the budget, and no batch stays in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxmem
+from fxmem.capture import capture
+from fxmem.captured import Inputs
+from fxmem.measure import with_times_like
+from fxmem.planners import PLANNERS, cheapest_within
+from fxmem.profile import profile
+from fxmem.simulate import simulate
+from fxmem.sizes import MOST_WORSE, Planned, counterparts, of_same_graph, taken_over
+from fxmem.timing import PRESETS
+from fxmem.types import GraphProfile
+from tests.exactness import differences, run
+from tests.synthetic import chain, hourglass, residual_blocks
+
+WIDTH = 16
+
+
+def planned(graph_profile: GraphProfile) -> Planned:
+    return Planned(graph_profile, PLANNERS["intervals"](graph_profile, seconds=10.0))
+
+
+@pytest.mark.parametrize("make", [residual_blocks, hourglass], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("width", [48, 60, 70, 96])
+def test_what_is_taken_over_fits_and_is_about_as_good_as_planned_anew(make: Any, width: int) -> None:
+    earlier, other = planned(make(5, width=64)), make(5, width=width)
+    anew = planned(other).points
+    low, high = anew[-1].peak_bytes, anew[0].peak_bytes
+    taken = 0
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        budget_bytes = round(low + share * (high - low))
+        point = cheapest_within(taken_over(other, [earlier], (), budget_bytes), budget_bytes)
+        if point is None:
+            continue
+        taken += 1
+        timeline = simulate(other, point.plan)
+        assert (timeline.peak_bytes, timeline.recompute_seconds) == (point.peak_bytes, point.recompute_seconds)
+        best = cheapest_within(anew, budget_bytes)
+        assert best is not None
+        assert point.recompute_seconds <= best.recompute_seconds + 3 * MOST_WORSE * other.step_seconds
+    assert taken >= 3
+
+
+def test_nothing_is_taken_over_where_no_earlier_plan_fits() -> None:
+    earlier, other = planned(residual_blocks(3, width=8)), residual_blocks(3, width=80)
+    assert taken_over(other, [earlier], (), earlier.points[0].peak_bytes) == ()
+
+
+def test_a_dear_plan_is_not_taken_over() -> None:
+    best, other = planned(residual_blocks(4, width=64)), residual_blocks(4, width=63)
+    dear = dataclasses.replace(best, points=best.points[-1:])  # that of the least peak
+    budget_bytes = (best.points[0].peak_bytes + best.points[-1].peak_bytes) // 2
+    assert taken_over(other, [best], (), budget_bytes)
+    assert not taken_over(other, [dear], (), budget_bytes)
+
+
+def test_sizes_of_another_graph_do_not_serve_and_the_nearest_comes_first() -> None:
+    sizes = [planned(residual_blocks(2, width=width)) for width in (8, 30, 64)]
+    others = [planned(residual_blocks(3, width=30)), planned(chain(12, nbytes=30))]
+    order = of_same_graph(residual_blocks(2, width=40), [*others, *sizes])
+    assert [one.profile for one in order] == [sizes[k].profile for k in (1, 2, 0)]
+
+
+# -- through the pipeline --------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(x)
+
+
+class Texts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(2)))
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+def texts(length: int) -> Tensor:
+    return torch.randint(32, (4, length))
+
+
+class Plannings:
+    """Counts how often the planner is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        planner = PLANNERS["mincut"]
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return planner(*args, **kwargs)
+
+        monkeypatch.setitem(PLANNERS, "mincut", counted)
+
+
+def budget_for(length: int, share: float) -> int:
+    report = fxmem.optimize(Texts(), texts(length), planner="chen", optimizer=None).report
+    return round(report.floor_bytes + share * (report.eager_peak_bytes - report.floor_bytes))
+
+
+def test_texts_of_many_lengths_are_planned_for_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = budget_for(64, 0.4)
+    plannings = Plannings(monkeypatch)
+    eager = Texts()
+    optimized = fxmem.optimize(Texts(), budget=budget, planner="mincut", optimizer=None)
+    optimized.load_state_dict(eager.state_dict())
+    rng = random.Random(0)
+    names = []
+    for length in (64, *(rng.randint(48, 68) for _ in range(4)), 20):
+        inputs = Inputs.of((texts(length),), {})
+        assert not differences(run(eager, eager, inputs), run(optimized, optimized, inputs))
+        assert optimized.report.predicted_peak_bytes <= budget
+        names.append(optimized.report.planner)
+    assert plannings.count <= 2
+    assert names.count("earlier size") >= 3
+    assert names[-1] == "keep_all"  # fits as it is
+
+
+def test_a_report_of_a_plan_taken_over_plans_when_its_floor_is_asked_for_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = budget_for(64, 0.4)
+    plannings = Plannings(monkeypatch)
+    optimized = fxmem.optimize(Texts(), budget=budget, planner="mincut", optimizer=None)
+    for length in (64, 63, 62):
+        optimized(texts(length))
+    report, count = optimized.report, plannings.count
+    assert report.planner == "earlier size"
+    assert "least reachable" not in str(report)
+    assert plannings.count == count
+    assert report.floor_bytes <= report.predicted_peak_bytes
+    assert plannings.count == count + 1
+
+
+@pytest.mark.parametrize("action", ["save", "recompute"])
+def test_a_policy_holds_for_plans_taken_over(action: Any) -> None:
+    budget = budget_for(64, 0.7)
+    optimized = fxmem.optimize(
+        Texts(), budget=budget, planner="mincut", optimizer=None, policy=[("layer_norm", action)]
+    )
+    for length in (64, 63, 62):
+        optimized(texts(length))
+    report = optimized.report
+    assert report.planner == "earlier size"
+    decisions = {row.decision for row in report.rows if row.name.startswith("layer_norm")}
+    assert decisions == {"keep" if action == "save" else "drop"}
+
+
+@pytest.mark.parametrize("share", [0.4, 2.0])
+def test_no_batch_is_held_once_its_step_is_over(share: float) -> None:
+    optimized = fxmem.optimize(Texts(), budget=budget_for(64, share), planner="mincut", optimizer=None)
+    for length in (64, 60, 62):
+        tokens = texts(length)
+        held = weakref.ref(tokens)
+        optimized(tokens).sum().backward()
+        del tokens
+        gc.collect()
+        assert held() is None
+
+
+def test_times_of_another_size_are_scaled_as_measured_ones_were() -> None:
+    model, timer = Texts().train(), PRESETS["cpu"].seconds
+    small, large = (Inputs.of((texts(length),), {}) for length in (16, 32))
+    captured = capture(model, small)
+    one = profile(captured, small, timer)
+    nodes = tuple(dataclasses.replace(node, seconds=3 * node.seconds) for node in one.profile.nodes)
+    recipes = tuple(dataclasses.replace(r, seconds=3 * r.seconds + 1.0) for r in one.profile.recipes)
+    slower = dataclasses.replace(one.profile, nodes=nodes, recipes=recipes, backward_seconds=0.5)
+    usual = profile(capture(model, large), large, timer)
+    scaled = with_times_like(usual, slower, counterparts(usual.profile, slower), timer).profile
+    assert [n.seconds for n in scaled.nodes] == pytest.approx([3 * n.seconds for n in usual.profile.nodes])
+    assert [r.seconds for r in scaled.recipes] == pytest.approx([3 * r.seconds + 1 for r in usual.profile.recipes])
+    ratio = usual.profile.backward_seconds / one.profile.backward_seconds
+    assert scaled.backward_seconds == pytest.approx(0.5 * ratio)
