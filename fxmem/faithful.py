@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from fxmem.captured import Captured, Inputs
 from fxmem.effects import OpLog, Place, PythonState, replaced
@@ -147,10 +147,9 @@ def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, in
             OpLog([fakes, [world.fake(p) for p in captured.parameters]]) as log,
         ):
             if module is model:
-                call = Inputs(tuple(fakes), inputs.spec).call()
-                with seeing_values(inputs.leaves, fakes):
-                    outputs = module(*call[0], **call[1])
-                _check_arguments_left(model, call, fakes, inputs.spec)
+                args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
+                with _arguments_left(model, args, kwargs), seeing_values(inputs.leaves, fakes):
+                    outputs = module(*args, **kwargs)
             else:
                 outputs = module(*fakes)
         return outputs, log.ops
@@ -168,14 +167,19 @@ def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, in
     return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again)
 
 
-def _check_arguments_left(model: torch.nn.Module, call: Any, leaves: Sequence[Any], spec: TreeSpec) -> None:
-    """Raise ``CaptureError`` if the call put anything else into the containers it was given."""
-    left, left_spec = flattened(call)
-    if left_spec != spec or any(a is not b for a, b in zip(left, leaves, strict=True)):
-        raise CaptureError(
-            f"{type(model).__name__} changes a list, dict or other structure among its arguments; a captured graph would "
-            "not. Let forward return what it puts there."
-        )
+@contextmanager
+def _arguments_left(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Raise ``CaptureError`` if the body put anything else into the containers among a call's arguments."""
+    named = {f"number {number}": value for number, value in enumerate(args)} | {f"{k!r}": v for k, v in kwargs.items()}
+    before = {name: flattened(value) for name, value in named.items()}
+    yield
+    for name, value in named.items():
+        (given, given_spec), (left, left_spec) = before[name], flattened(value)
+        if left_spec != given_spec or any(a is not b for a, b in zip(left, given, strict=True)):
+            raise CaptureError(
+                f"{type(model).__name__} changes its argument {name}, a {type(value).__name__}; a captured graph would "
+                "not. Let forward return what it puts there (of a cache of keys and values: use_cache=False)."
+            )
 
 
 def _autograd_nodes(outputs: Any) -> Counter[str]:

@@ -138,7 +138,6 @@ class OptimizedModule(torch.nn.Module):
             "_constants",
             "_families",
             "_latest",
-            "training",
             "_compiled_call_impl",
         }
     )
@@ -154,7 +153,6 @@ class OptimizedModule(torch.nn.Module):
         own["_families"] = {}
         own["_latest"] = None
         self._share()
-        own["training"] = original.training
 
     def _share(self) -> None:
         """Make the original's registries this module's own, so that every nn.Module method acts on both."""
@@ -327,9 +325,17 @@ class OptimizedModule(torch.nn.Module):
         compiled = self.compile_for(inputs, Autocast.of(_device_type(self.original)))
         return compiled.captured.call(compiled.graph_module, inputs.leaves)
 
+    @property
+    def training(self) -> bool:
+        """Whether the original is in training mode."""
+        return bool(self.original.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Nothing: only ``nn.Module.__init__`` comes here, before there is an original."""
+
     def train(self, mode: bool = True) -> OptimizedModule:
         self.original.train(mode)
-        self.__dict__["training"] = self.original.training
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> OptimizedModule:

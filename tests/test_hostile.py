@@ -918,7 +918,7 @@ def test_a_container_of_the_caller_that_forward_fills_is_refused() -> None:
             features.append(x.exp())
             return self.inner(features[-1])
 
-    with pytest.raises(fxmem.CaptureError, match=r"Collects changes a list.*return what it puts there"):
+    with pytest.raises(fxmem.CaptureError, match=r"Collects changes its argument .*return what it puts there"):
         fxmem.optimize(Collects(), (batch(), []))
 
 

@@ -209,6 +209,27 @@ def test_what_the_model_itself_does_not_take_is_said_so(argument: Any, message: 
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+def test_an_argument_that_a_forward_changes_is_named() -> None:
+    class Remembering(Extras):
+        def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:  # type: ignore[override]
+            cache.append(self.linear(x))
+            return cache[-1].exp()
+
+    with pytest.raises(fxmem.CaptureError, match="Remembering changes its argument 'cache', a list"):
+        fxmem.optimize(Remembering(), torch.randn(4, WIDTH), {"cache": []}, optimizer=None)
+
+
+def test_the_training_flag_is_the_originals() -> None:
+    model = network()
+    optimized = fxmem.optimize(model, optimizer=None)
+    optimized.eval()
+    assert not model.training
+    model.train()
+    assert optimized.training
+    optimized.training = False
+    assert (model.training, model[0].training) == (False, True)
+
+
 def test_plain_tensors_in_place_of_parameters_are_refused_with_what_to_do() -> None:
     optimized = fxmem.optimize(network(), optimizer=None)
     plain = {name: p.detach().clone() for name, p in optimized.named_parameters()}
