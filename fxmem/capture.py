@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,7 +25,13 @@ import torch
 import torch.export._trace
 from torch import fx
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fxmem.captured import Captured, Dims, Inputs, SizeGuards, source_of, with_unused_state
@@ -73,8 +81,8 @@ def capture(
         own = _own_error(model, inputs, autocast)
         if own is not None:
             raise InputError(
-                f"{type(model).__name__} does not take these arguments, without fxmem either: {type(own).__name__}: "
-                f"{first_lines(own)}"
+                f"{type(model).__name__} does not take these arguments, without fxmem either, as a run on fake tensors "
+                f"shows: {type(own).__name__}: {first_lines(own)}"
             ) from own
         raise CaptureError(
             f"{type(model).__name__} could not be captured by torch.export{_raised_in(error, model)}: {_cause(error)}"
@@ -110,12 +118,12 @@ def _check_parameters(model: torch.nn.Module) -> None:
                 )
 
 
-_OF_FAKES = re.compile("fake|data.?dependent|numpy|symbolic|NotImplemented", re.IGNORECASE)
-"""In errors that the model raises on fakes only."""
+_OF_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException, torch.jit.Error)
 
 
 def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> Exception | None:
-    """Return what the model raises when it is merely run on fakes of these arguments; None where that is fakes' fault."""
+    """Return what the model raises when it is merely run on fakes of these arguments; None where that may be fakes' fault:
+    where it looked at values, which these do not have, or where an op has none for fakes."""
     world = FakeWorld(inputs.leaves)
     fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
     args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
@@ -125,10 +133,32 @@ def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None
         with ExitStack() as stack:
             for context in (*on_fakes, region, seeing_values(inputs.leaves, fakes), quiet()):
                 stack.enter_context(context)
+            looks = stack.enter_context(_Looks())
             model(*args, **kwargs)
-    except Exception as error:
-        return None if _OF_FAKES.search(f"{type(error).__name__} {error}") else error
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        of_fakes = isinstance(error, _OF_FAKES) or re.search("fake|numpy|symbolic", str(error), re.IGNORECASE)
+        return None if looks.any or of_fakes else error
+    except Exception:
+        return None
     return None
+
+
+class _Looks(TorchFunctionMode):
+    """Notes whether anything was asked of a tensor's values or memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any = self.any or getattr(func, "__name__", "") in _LOOKS
+        return func(*args, **(kwargs or {}))
+
+
+_LOOKS = frozenset(
+    {"item", "tolist", "numpy", "data_ptr", "nonzero", "unique", "equal", "allclose", "is_nonzero", "masked_select"}
+    | {f"__{name}__" for name in ("bool", "int", "float", "complex", "index", "len", "contains", "array", "reduce_ex")}
+)
 
 
 def _check_dense(model: torch.nn.Module, tensor: torch.Tensor) -> None:
@@ -145,10 +175,23 @@ def fitting(captured: Captured, model: torch.nn.Module, inputs: Inputs) -> Captu
     return captured if captured.fits(inputs) else capture(model, inputs, captured.autocast)
 
 
+_planning = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _planning
+    _planning = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # another thread's lock would never be released in the child
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 @contextmanager
 def as_in_training() -> Iterator[None]:
-    """Plan in the body as for a training call, whatever grad mode there is around."""
-    with torch.inference_mode(False), torch.enable_grad():
+    """Plan in the body as for a training call, whatever grad mode there is around; one thread at a time, as capturing
+    exchanges functions of torch for a while (so does torch.export)."""
+    with _planning, torch.inference_mode(False), torch.enable_grad():
         yield
 
 

@@ -13,6 +13,11 @@ from typing import Any, cast
 
 import torch
 import torch._meta_registrations
+from torch._prims_common import (
+    make_channels_last_strides_for,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types
 from torch.overrides import TorchFunctionMode
@@ -34,9 +39,10 @@ class FakeWorld:
 
     def __init__(self, tensors: Any = (), device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
-        self.mode = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None) or FakeTensorMode(
-            allow_non_fake_inputs=True
-        )
+        given = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+        self.mode = given or FakeTensorMode(allow_non_fake_inputs=True)
+        self._shared = given is not None
+        """Whether another world's fakes of the same tensors, and casts of them, are known to the mode."""
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +64,8 @@ class FakeWorld:
         if isinstance(tensor, FakeTensor):  # an alias, so that its gradient is its own
             return tensor.detach().requires_grad_(tensor.requires_grad)
         if not tensor.is_meta:
-            return self.mode.from_tensor(tensor, static_shapes=True)
+            fake = self.mode.from_tensor(tensor, static_shapes=True)
+            return fake.detach().requires_grad_(tensor.requires_grad) if self._shared else fake
         with self.mode:
             return torch.empty_strided(
                 tensor.size(),
@@ -207,7 +214,8 @@ class TruerFakes(TorchDispatchMode):
             parameters = [t for t in args[first_parameter : first_parameter + 2] if isinstance(t, torch.Tensor)]
             mixed = any(t.dtype != args[0].dtype for t in parameters)
             dtype = torch.float32 if mixed else args[0].dtype
-            return (output[0], *(_as_dtype(t, dtype) for t in output[1:]))
+            normed = _as_kernel_lays_it(output[0]) if func is aten.native_batch_norm.default else output[0]
+            return (normed, *(_as_dtype(t, dtype) for t in output[1:]))
         if func is aten.native_group_norm_backward.default and args[0].device.type == "cpu":
             return (_as_dtype(output[0], args[1].dtype), *output[1:])
         if func is aten.native_layer_norm_backward.default and output[0] is not None:
@@ -313,6 +321,14 @@ def _one(dtype: torch.dtype) -> bool | int | float | complex:
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _as_kernel_lays_it(normed: torch.Tensor) -> torch.Tensor:
+    """Return the fake of a batch_norm's output, which is laid out as its input is, as the CPU's kernel does: contiguous
+    or with channels last."""
+    last = suggest_memory_format(normed) in (torch.channels_last, torch.channels_last_3d)
+    stride = (make_channels_last_strides_for if last else make_contiguous_strides_for)(normed.shape)
+    return normed if normed.stride() == stride else normed.new_empty_strided(normed.shape, stride)
 
 
 def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -7,7 +7,6 @@ training-mode calls with grad enabled run an emitted graph, all others the origi
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,9 +40,6 @@ from fxmem.types import Plan
 MANY_WAYS = MANY_STATES = MANY_CONSTANTS = 8
 """Of one signature, by the values of inputs, of a model, by its attributes, or of its arguments that are no tensors: here
 the user hears that planning each takes time."""
-
-_planning = threading.RLock()
-"""Capturing exchanges functions of torch for a while, as torch.export itself does: one thread at a time."""
 
 
 def optimize(
@@ -178,7 +174,7 @@ class OptimizedModule(torch.nn.Module):
         self, inputs: Inputs, autocast: Autocast | None, signature: tuple[Any, ...], ways: list[Compiled]
     ) -> Compiled:
         """Compile what ``ways``, those known of this signature, do not serve."""
-        with _planning, as_in_training():
+        with as_in_training():
             compiled = _serving(ways, inputs)
             if compiled is not None:  # another thread was faster
                 return compiled

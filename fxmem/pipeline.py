@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxmem.batch import without_values
-from fxmem.capture import capture
+from fxmem.capture import as_in_training, capture
 from fxmem.captured import Captured, Inputs
 from fxmem.check import check_plan
 from fxmem.cuda import Allocation
@@ -27,7 +27,7 @@ from fxmem.planners import PLANNERS, cheapest_within, pareto, stored
 from fxmem.planners.gap import lower_bound
 from fxmem.policy import Rule, constrain, enforce, matches
 from fxmem.profile import Profiled, profile
-from fxmem.replay import Autocast
+from fxmem.replay import Autocast, autocast_as_in_forward
 from fxmem.report import Report, build_report
 from fxmem.report.text import place_of_tick
 from fxmem.rewrite import rewrite
@@ -87,22 +87,13 @@ def compile_model(
     start = time.perf_counter()
     captured = captured or capture(model, inputs, autocast)
     plain = profile_as_captured(model, captured, inputs, settings)
-    shapes = without_values(inputs)  # what is kept in the report: a batch would stay in memory
-
-    @cache
-    def narrow() -> Profiled:
-        return profile_with_byte_masks(plain, model, shapes, settings)
-
-    @cache
-    def anew() -> tuple[Profiled, Planned]:
-        profiled = with_measured_times(narrow(), cache=settings.cache) if settings.measure else narrow()
-        return profiled, Planned(profiled.profile, frontier_of(profiled.profile, settings))
-
     profiled, chosen, planned = plain, emit_if_all_fits(plain, inputs, settings), None
     if chosen is None:
-        profiled, chosen = emit_taken_over(narrow(), model, inputs, settings, earlier)
+        narrow = profile_with_byte_masks(plain, model, inputs, settings)
+        profiled, chosen = emit_taken_over(narrow, model, inputs, settings, earlier)
     if chosen is None:
-        profiled, planned = anew()
+        profiled = with_measured_times(narrow, cache=settings.cache) if settings.measure else narrow
+        planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
         chosen = emit_within_budget(profiled, inputs, settings, planned.points)
     eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, gradients=profiled.gradients)
     report = build_report(
@@ -111,8 +102,7 @@ def compile_model(
         chosen.verification,
         budget_bytes=settings.budget_bytes,
         eager_peak_bytes=eager_bytes,
-        least_bytes=lambda: anew()[1].points[-1].peak_bytes,
-        plans_for_least=planned is None,
+        least_bytes=_later(plain, model, inputs, settings) if planned is None else planned.points[-1].peak_bytes,
         peak_step=chosen.timeline.peak_step,
         bound_seconds=lower_bound(
             profiled.profile, settings.budget_bytes or chosen.point.peak_bytes, chosen.point.recompute_seconds
@@ -123,6 +113,19 @@ def compile_model(
         cuda=cuda_peaks(chosen.events) if any(device.type == "cuda" for device in profiled.devices) else None,
     )
     return Compiled(chosen.graph_module, profiled.captured, chosen.point.plan, report, planned)
+
+
+def _later(plain: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings) -> Callable[[], int]:
+    """Return a function that plans for the least peak, once, when it is called; it does not keep the batch."""
+    shapes = without_values(inputs)
+
+    @cache
+    def least_bytes() -> int:
+        with as_in_training(), autocast_as_in_forward(None, plain.devices):
+            profiled = profile_for_short_memory(plain, model, shapes, settings)
+            return frontier_of(profiled.profile, settings)[-1].peak_bytes
+
+    return least_bytes
 
 
 def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
@@ -201,8 +204,9 @@ def emit_taken_over(
 ) -> tuple[Profiled, Emitted | None]:
     """Emit the cheapest plan of an earlier size, by the times of the nearest one; None where none is good enough."""
     earlier = of_same_graph(profiled.profile, earlier)
-    if not earlier or settings.budget_bytes is None:
+    if not earlier:
         return profiled, None
+    assert settings.budget_bytes is not None, "without a budget all fits"
     hardware, like = settings.hardware or _hardware_of(model), earlier[0].profile
     profiled = with_times_like(profiled, like, counterparts(profiled.profile, like), hardware.seconds)
     points = taken_over(profiled.profile, earlier, settings.policy, settings.budget_bytes)

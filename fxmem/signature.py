@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxmem.captured import Inputs
 
@@ -59,7 +60,7 @@ def constants_of(inputs: Inputs) -> tuple[Any, ...]:
 
 
 def _sharing(tensors: list[torch.Tensor], with_sizes: bool) -> tuple[Any, ...]:
-    """Return which of a call's tensors are the same one, or lie on one storage, and how far apart there."""
+    """Return which of a call's tensors are the same one, or lie on one storage, and how many bytes apart there."""
     if len(tensors) < 2:
         return ()
     first: dict[int, int] = {}
@@ -68,11 +69,17 @@ def _sharing(tensors: list[torch.Tensor], with_sizes: bool) -> tuple[Any, ...]:
     for number, tensor in enumerate(tensors):
         if tensor.layout is torch.strided:
             same = first.setdefault(id(tensor), number)
-            offset = int(tensor.storage_offset())
-            other, start = on.setdefault(tensor.untyped_storage()._cdata, (number, offset))
+            offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
+            other, start_bytes = on.setdefault(_memory(tensor), (number, offset_bytes))
             if other != number:
-                found.append((number, same, other, offset - start if with_sizes else 0))
+                found.append((number, same, other, offset_bytes - start_bytes if with_sizes else 0))
     return tuple(found)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return where a strided tensor's storage begins; something of its own where it has no memory."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata
 
 
 def _constant(value: Any) -> Any:
@@ -92,7 +99,8 @@ class ModelStates:
         """By state, its number and whether looks may be kept in it."""
         self._number = 0
         self._look: _Look | None = None
-        self._own: frozenset[int] = frozenset()
+        self._own: dict[int, int] = {}
+        """By memory of a parameter or buffer, the number of the first one on it."""
 
     @property
     def count(self) -> int:
@@ -106,14 +114,15 @@ class ModelStates:
             if state not in self._known:
                 self._known[state] = (len(self._known), not _may_change_unseen(self._model))
             self._number, may_look = self._known[state]
-            self._own = _own_tensors(self._model)
+            self._own = _first_on_memory(self._model)
             self._look = _Look(self._model) if may_look else None
         return self._number
 
     def among(self, tensors: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-        """Return which of ``tensors`` are parameters or buffers of the model, or views of them, since the last look."""
-        bases = enumerate(t if t._base is None else t._base for t in tensors)
-        return tuple([(number, id(base)) for number, base in bases if id(base) in self._own])
+        """Return which of ``tensors`` lie on memory of the model's parameters or buffers, as of the last look."""
+        own = self._own
+        strided = enumerate(_memory(t) if t.layout is torch.strided else 0 for t in tensors)
+        return tuple([(number, own[memory]) for number, memory in strided if memory in own])
 
 
 class _Look:
@@ -128,7 +137,7 @@ class _Look:
         self._holders += [vars(kind).values() for kind in _classes_of(model)]
         self._values = list(chain.from_iterable(self._holders))
         self._tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-        self._facts = list(map(_facts, self._tensors))
+        self._facts = list(map(_look_at, self._tensors))
 
     def differs(self) -> bool:
         """True if some value, or what is known of some tensor, is no longer the same."""
@@ -137,14 +146,32 @@ class _Look:
             any(self._empty)
             or len(values) != len(self._values)
             or not all(map(is_, values, self._values))
-            or list(map(_facts, self._tensors)) != self._facts
+            or list(map(_look_at, self._tensors)) != self._facts
         )
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what may change of a parameter or buffer that stays the same object."""
-    place = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
+    strided = tensor.layout is torch.strided
+    place = (tensor.stride(), tensor.storage_offset()) if strided else ()
     return (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, place)
+
+
+def _look_at(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return these facts and where it lies in memory, by which tensors that become one storage are noticed."""
+    return (
+        *_facts(tensor),
+        0 if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided else tensor.data_ptr(),
+    )
+
+
+def _first_on_memory(model: torch.nn.Module) -> dict[int, int]:
+    """Return, by memory, the number of the first of the model's parameters and buffers that lies there."""
+    first: dict[int, int] = {}
+    for number, tensor in enumerate((*model.parameters(), *model.buffers())):
+        if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
+            first.setdefault(_memory(tensor), number)
+    return first
 
 
 def _may_change_unseen(model: torch.nn.Module) -> bool:
@@ -223,12 +250,13 @@ def _slot_names(kind: Any) -> tuple[str, ...]:
 def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
     state: list[Any] = []
     known: dict[int, Any] = {}
-    own = _own_tensors(model)
+    own, first = _own_tensors(model), _first_on_memory(model)
     for module in model.modules():
         state.append(id(module))
         for t in (*module._parameters.values(), *module._buffers.values()):
             if t is not None:
-                state += (id(t), _facts(t))
+                alone = t.layout is not torch.strided or is_traceable_wrapper_subclass(t)
+                state += (id(t), _facts(t), None if alone else first.get(_memory(t)))
         others = []
         for name, value in module.__dict__.items():
             if type(value) in CONSTANTS:

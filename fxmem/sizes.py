@@ -35,7 +35,8 @@ class Planned:
 
 def of_same_graph(profile: GraphProfile, planned: Sequence[Planned]) -> list[Planned]:
     """Return the sizes whose plans may serve, first the one whose storages have most nearly as many bytes."""
-    same = [one for one in planned if _shape(one.profile) == _shape(profile)]
+    shape = _shape(profile)
+    same = [one for one in planned if _shape(one.profile) == shape]
     nbytes = _managed_bytes(profile)
     return sorted(same, key=lambda one: abs(math.log(_managed_bytes(one.profile) / nbytes)))
 
@@ -53,7 +54,8 @@ def taken_over(
     nearest, span = earlier[0], _span(points)
     share = min(1.0, (budget_bytes - span[0]) / max(1, span[1] - span[0]))
     least, most = _span(nearest.points)
-    usual = _gap_ratio(nearest.profile, nearest.points, round(least + share * (most - least)))
+    as_planned, _ = constrain(nearest.profile, policy)
+    usual = _gap_ratio(as_planned, nearest.points, round(least + share * (most - least)))
     return points if _gap_ratio(constrained, points, budget_bytes) <= usual + MOST_WORSE else ()
 
 

@@ -90,6 +90,38 @@ def test_an_argument_that_is_a_parameter_is_another_signature() -> None:
     assert torch.equal(optimized(x, model.linear.weight[:4]), model(x, model.linear.weight[:4]))
 
 
+class Remembering(nn.Module):
+    """Reads two buffers, one of which it writes after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("state", torch.randn(4, WIDTH))
+        self.register_buffer("scale", torch.randn(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.linear(x.sin()).sin() * self.scale.sin()).exp()
+        self.state.add_(1.0)
+        return self.linear(y.tanh()).tanh()
+
+
+@pytest.mark.parametrize("how", ["detach", "data", "one"])
+def test_arguments_and_buffers_on_one_memory_are_another_signature(how: str) -> None:
+    eager, model, x = Remembering(), Remembering(), torch.randn(4, WIDTH)
+    optimized = recomputing(model)
+    for module in (eager, optimized):
+        module(x).sum().backward()
+    if how == "one":
+        for one in (eager, model):
+            one.scale.data = one.state.data
+    arguments = [x if how == "one" else getattr(one.state, how) for one in (eager, model)]
+    one, other = (argument() if how == "detach" else argument for argument in arguments)
+    expected = list(gradients(lambda: eager(one), eager))
+    assert all(map(torch.equal, expected, gradients(lambda: optimized(other), optimized)))
+    assert torch.equal(eager.state, model.state)
+
+
 def transpose(model: nn.Module) -> None:
     for p in model.parameters():
         if p.dim() == 2:
@@ -207,6 +239,31 @@ def test_what_the_model_itself_does_not_take_is_said_so(argument: Any, message: 
     with pytest.raises(fxmem.InputError, match=f"does not take these arguments, without fxmem either.*{message}"):
         optimized(argument)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("kind", ["item", "data_ptr", "nonzero"])
+def test_a_model_that_looks_at_values_is_not_said_to_refuse_its_arguments(kind: str) -> None:
+    class Looking(Extras):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            if kind == "item" and self.linear.weight.std().item() > 0.45:
+                raise ValueError("diverged")
+            if kind == "data_ptr" and not x.data_ptr():
+                raise ValueError("no memory")
+            return self.linear(x)[(x > 0).nonzero()[:, 0]] if kind == "nonzero" else self.linear(x)
+
+    with pytest.raises(fxmem.CaptureError):
+        fxmem.optimize(Looking(), torch.randn(4, WIDTH), optimizer=None)
+
+
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_the_floor_is_that_of_a_training_call_wherever_it_is_asked_for(context: Callable[[], Any]) -> None:
+    x = torch.randn(ROWS, WIDTH)
+    expected = fxmem.optimize(network(), x, optimizer=None, planner="chen").report.floor_bytes
+    optimized = fxmem.optimize(network(), x, optimizer=None, planner="chen")
+    with context():
+        assert optimized.report.floor_bytes == expected
 
 
 def test_an_argument_that_a_forward_changes_is_named() -> None:

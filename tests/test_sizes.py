@@ -141,6 +141,30 @@ def test_texts_of_many_lengths_are_planned_for_few_times(monkeypatch: pytest.Mon
     assert names[-1] == "keep_all"  # fits as it is
 
 
+def test_sizes_in_an_autocast_region_with_dropout() -> None:
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        dropping = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))
+        return nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), dropping, nn.Linear(64, 16))
+
+    def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+        module.zero_grad()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(x).float().square().sum()
+        loss.backward()
+        return [p.grad for p in module.parameters() if p.grad is not None]
+
+    eager = network()
+    optimized = fxmem.optimize(network(), budget=134_000, planner="mincut", optimizer=None)
+    planners = []
+    for rows in (128, 124, 126):
+        x = torch.randn(rows, 16)
+        assert all(map(torch.equal, gradients(eager, x), gradients(optimized, x)))
+        planners.append(optimized.report.planner)
+    assert planners[1:] == ["earlier size"] * 2
+
+
 def test_a_report_of_a_plan_taken_over_plans_when_its_floor_is_asked_for_only(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = budget_for(64, 0.4)
     plannings = Plannings(monkeypatch)

@@ -865,3 +865,16 @@ def test_a_kernel_chosen_by_the_stride_of_a_single_element_is_chosen_again() -> 
             return (self.widen(y).view(2, 320, 9) @ few).sin().exp()
 
     check(Mixing, torch.randn(2, 320, 1, 1))
+
+
+@pytest.mark.parametrize("shape", [(4, 6, WIDTH), (1, 6, WIDTH), (4, 1, WIDTH)])
+def test_a_batch_norm_over_transposed_sequences(shape: tuple[int, ...]) -> None:
+    class Sequences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.norm(self.up(x).transpose(1, 2)).transpose(1, 2).relu()).exp()
+
+    check(Sequences, torch.randn(shape), plans=HARD)

@@ -66,13 +66,12 @@ class Report:
     """The same if nothing is dropped."""
     graph: tuple[GraphNode, ...] = field(repr=False)
     """The captured graph with what the plan does, in order of execution."""
-    _least_bytes: Callable[[], int] = field(repr=False, compare=False)
-    _plans_for_least: bool = field(repr=False)
+    _least_bytes: int | Callable[[], int] = field(repr=False, compare=False)
 
     @property
     def floor_bytes(self) -> int:
         """The least peak any plan found reaches. Where this size was not planned for, asking for it plans, once."""
-        return self._least_bytes()
+        return self._least_bytes if isinstance(self._least_bytes, int) else self._least_bytes()
 
     def plot_memory(self, axes: Any = None) -> Any:
         """Return a matplotlib figure: memory over the step before and after, phases shaded, the budget a line."""
@@ -116,8 +115,7 @@ def build_report(
     *,
     budget_bytes: int | None,
     eager_peak_bytes: int,
-    least_bytes: Callable[[], int],
-    plans_for_least: bool,
+    least_bytes: int | Callable[[], int],
     peak_step: int,
     bound_seconds: float,
     plan_seconds: float,
@@ -127,8 +125,8 @@ def build_report(
 ) -> Report:
     """Return the report of ``point``; no plan within the budget recomputes for less than ``bound_seconds``.
 
-    ``least_bytes``: called when the least reachable peak is asked for, which is when it is written out too unless it
-    ``plans_for_least``.
+    ``least_bytes``: the least reachable peak; where it is not known, a function that is called when it is asked for, and
+    it is not written out.
     """
     dropped = set(point.plan.dropped)
     rows = tuple(
@@ -161,7 +159,6 @@ def build_report(
         eager_timeline=simulate(profile, keep_all(profile), with_steps=True),
         graph=graph_nodes(profile, point.plan),
         _least_bytes=least_bytes,
-        _plans_for_least=plans_for_least,
     )
 
 
@@ -193,7 +190,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         ("budget", budget),
         ("predicted peak", sized(report.predicted_peak_bytes)),
         ("eager peak", sized(report.eager_peak_bytes)),
-        *([("least reachable peak", sized(report.floor_bytes))] if not report._plans_for_least else []),
+        *([("least reachable peak", sized(report.floor_bytes))] if isinstance(report._least_bytes, int) else []),
         ("parameters", sized(report.static.parameters_bytes)),
         ("optimizer state", sized(report.static.optimizer_state_bytes)),
         ("buffers and batch", sized(report.static.buffers_bytes + report.static.inputs_bytes)),
