@@ -6,6 +6,7 @@ training-mode calls with grad enabled run an emitted graph, all others the origi
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -183,6 +184,7 @@ class OptimizedModule(torch.nn.Module):
             after = self._signature(inputs, autocast)
             if after != signature:  # a first forward may leave something in the model's configs that later ones find
                 self._compiled.setdefault(after, []).append(compiled)
+        gc.collect()  # cycles that planning leaves hold this batch, which would be there beside the next one
         self._warn_of_many(inputs, ways)
         return compiled
 
