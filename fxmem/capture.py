@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fxmem.captured import Captured, Dims, Inputs, SizeGuards, source_of, with_unused_state
@@ -133,14 +134,26 @@ def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None
         with ExitStack() as stack:
             for context in (*on_fakes, region, seeing_values(inputs.leaves, fakes), quiet()):
                 stack.enter_context(context)
-            looks = stack.enter_context(_Looks())
+            looks, scalars = stack.enter_context(_Looks()), stack.enter_context(_ScalarLooks())
             model(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         of_fakes = isinstance(error, _OF_FAKES) or re.search("fake|numpy|symbolic", str(error), re.IGNORECASE)
-        return None if looks.any or of_fakes else error
+        return None if looks.any or scalars.any or of_fakes else error
     except Exception:
         return None
     return None
+
+
+class _ScalarLooks(TorchDispatchMode):
+    """Notes whether a scalar was read, also inside torch's own Python functions, where function modes are off."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any = self.any or func is aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 class _Looks(TorchFunctionMode):
