@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import re
 import threading
 import traceback
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ from fxmem.captured import Captured, Dims, Inputs, SizeGuards, source_of, with_u
 from fxmem.effects import replaced
 from fxmem.errors import CaptureError, InputError, first_lines
 from fxmem.faithful import check_faithful
-from fxmem.fake import FakeWorld, ScalarReads, attributes_restored, check_device, grouped_matmuls, no_value_checks
+from fxmem.fake import FakeWorld, attributes_restored, check_device, grouped_matmuls, no_value_checks
 from fxmem.frozen import with_frozen_norms
 from fxmem.opaque import Opaque, kept_whole, opaque_call
 from fxmem.regions import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
@@ -129,49 +128,47 @@ def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None
     fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
     args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
     region = autocast.enter() if autocast else nullcontext()
-    on_fakes = attributes_restored(model), world.state_of(model), world.active(model), ScalarReads()
+    on_fakes = attributes_restored(model), world.state_of(model), world.active(model)
     try:
         with ExitStack() as stack:
             for context in (*on_fakes, region, seeing_values(inputs.leaves, fakes), quiet()):
                 stack.enter_context(context)
-            looks, scalars = stack.enter_context(_Looks()), stack.enter_context(_ScalarLooks())
+            values, memory = stack.enter_context(_ValueLooks()), stack.enter_context(_MemoryLooks())
             model(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
-        of_fakes = isinstance(error, _OF_FAKES) or re.search("fake|numpy|symbolic", str(error), re.IGNORECASE)
-        return None if looks.any or scalars.any or of_fakes else error
+        of_fakes = isinstance(error, _OF_FAKES) or "fake" in str(error).lower()
+        return None if values.any or memory.any or of_fakes else error
     except Exception:
         return None
     return None
 
 
-class _ScalarLooks(TorchDispatchMode):
-    """Notes whether a scalar was read, also inside torch's own Python functions, where function modes are off."""
+class _ValueLooks(TorchDispatchMode):
+    """Notes whether something followed from values, of which fakes have none; also inside torch's own Python functions,
+    where function modes are off."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.any = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.any = self.any or func is aten._local_scalar_dense.default
+        self.any = self.any or bool(_FROM_VALUES & set(func.tags))
         return func(*args, **(kwargs or {}))
 
 
-class _Looks(TorchFunctionMode):
-    """Notes whether anything was asked of a tensor's values or memory."""
+_FROM_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class _MemoryLooks(TorchFunctionMode):
+    """Notes whether a tensor was asked for its memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.any = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.any = self.any or getattr(func, "__name__", "") in _LOOKS
+        self.any = self.any or getattr(func, "__name__", "") in ("data_ptr", "numpy", "__array__", "__reduce_ex__")
         return func(*args, **(kwargs or {}))
-
-
-_LOOKS = frozenset(
-    {"item", "tolist", "numpy", "data_ptr", "nonzero", "unique", "equal", "allclose", "is_nonzero", "masked_select"}
-    | {f"__{name}__" for name in ("bool", "int", "float", "complex", "index", "len", "contains", "array", "reduce_ex")}
-)
 
 
 def _check_dense(model: torch.nn.Module, tensor: torch.Tensor) -> None:

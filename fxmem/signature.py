@@ -67,7 +67,7 @@ def _sharing(tensors: list[torch.Tensor], with_sizes: bool) -> tuple[Any, ...]:
     on: dict[int, tuple[int, int]] = {}
     found = []
     for number, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided:
+        if _has_memory(tensor):
             same = first.setdefault(id(tensor), number)
             offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
             other, start_bytes = on.setdefault(_memory(tensor), (number, offset_bytes))
@@ -76,8 +76,13 @@ def _sharing(tensors: list[torch.Tensor], with_sizes: bool) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """True if ``tensor`` lies on one storage: a sparse one, and a wrapper of others, have several."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
 def _memory(tensor: torch.Tensor) -> int:
-    """Return where a strided tensor's storage begins; something of its own where it has no memory."""
+    """Return where the storage of a tensor that has memory begins; something of its own where that is empty."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or storage._cdata
 
@@ -121,8 +126,8 @@ class ModelStates:
     def among(self, tensors: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
         """Return which of ``tensors`` lie on memory of the model's parameters or buffers, as of the last look."""
         own = self._own
-        strided = enumerate(_memory(t) if t.layout is torch.strided else 0 for t in tensors)
-        return tuple([(number, own[memory]) for number, memory in strided if memory in own])
+        memories = [(number, _memory(t)) for number, t in enumerate(tensors) if _has_memory(t)]
+        return tuple([(number, own[memory]) for number, memory in memories if memory in own])
 
 
 class _Look:
@@ -137,7 +142,10 @@ class _Look:
         self._holders += [vars(kind).values() for kind in _classes_of(model)]
         self._values = list(chain.from_iterable(self._holders))
         self._tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-        self._facts = list(map(_look_at, self._tensors))
+        self._facts = list(map(_facts, self._tensors))
+        self._placed = [t for t in self._tensors if _has_memory(t)]
+        self._places = list(map(torch.Tensor.data_ptr, self._placed))
+        """By which tensors that come to lie on one storage are noticed."""
 
     def differs(self) -> bool:
         """True if some value, or what is known of some tensor, is no longer the same."""
@@ -146,7 +154,8 @@ class _Look:
             any(self._empty)
             or len(values) != len(self._values)
             or not all(map(is_, values, self._values))
-            or list(map(_look_at, self._tensors)) != self._facts
+            or list(map(_facts, self._tensors)) != self._facts
+            or list(map(torch.Tensor.data_ptr, self._placed)) != self._places
         )
 
 
@@ -157,19 +166,11 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, place)
 
 
-def _look_at(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return these facts and where it lies in memory, by which tensors that become one storage are noticed."""
-    return (
-        *_facts(tensor),
-        0 if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided else tensor.data_ptr(),
-    )
-
-
 def _first_on_memory(model: torch.nn.Module) -> dict[int, int]:
     """Return, by memory, the number of the first of the model's parameters and buffers that lies there."""
     first: dict[int, int] = {}
     for number, tensor in enumerate((*model.parameters(), *model.buffers())):
-        if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
+        if _has_memory(tensor):
             first.setdefault(_memory(tensor), number)
     return first
 
@@ -255,8 +256,7 @@ def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
         state.append(id(module))
         for t in (*module._parameters.values(), *module._buffers.values()):
             if t is not None:
-                alone = t.layout is not torch.strided or is_traceable_wrapper_subclass(t)
-                state += (id(t), _facts(t), None if alone else first.get(_memory(t)))
+                state += (id(t), _facts(t), first.get(_memory(t)) if _has_memory(t) else None)
         others = []
         for name, value in module.__dict__.items():
             if type(value) in CONSTANTS:
