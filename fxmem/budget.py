@@ -1,17 +1,48 @@
-"""Budgets as users write them, in bytes."""
+"""Budgets as users write them, in bytes; with none, what a CUDA device has free."""
 
 from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
+import torch
+
+from fxmem.cuda import cublas_workspace_bytes
 from fxmem.errors import BudgetError
+from fxmem.track import tensors_of
 
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{infix}b": base**power
     for infix, base in (("", 1000), ("i", 1024))
     for power, prefix in enumerate("kmgt", start=1)
 }
+
+
+def parse_budget(budget_gb: float | None, budget: int | str | None, model: torch.nn.Module, *others: Any) -> int | None:
+    """Return the budget in bytes, or None for no bound; ``others``: what else a step counts that may be there already.
+
+    Errors: ``BudgetError``.
+    """
+    if budget_gb is not None and budget is not None:
+        raise BudgetError("pass budget_gb or budget, not both")
+    if budget_gb is not None:
+        return parse_gigabytes(budget_gb)
+    if budget is not None:
+        return parse_bytes(budget)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda" and torch.cuda.is_available():
+        return _free_bytes(device, (model, *others))
+    return None
+
+
+def _free_bytes(device: torch.device, holders: Any) -> int:
+    """Return what a step with the tensors of ``holders`` may take on a CUDA device: all that is free there or held by
+    PyTorch's allocator, but for other tensors and the two workspaces of cuBLAS."""
+    own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(holders) if t.device == device}
+    foreign_bytes = max(0, torch.cuda.memory_allocated(device) - sum(own.values()))
+    held_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return held_bytes - foreign_bytes - 2 * cublas_workspace_bytes(torch.cuda.get_device_capability(device))
 
 
 def parse_gigabytes(budget_gb: float) -> int:

@@ -197,9 +197,11 @@ class TruerFakes(TorchDispatchMode):
 
     On CPU the norms take a reduced-precision input beside fp32 parameters; they then keep their statistics in fp32 and
     return gradients in the input's dtype. The backward of layer_norm returns a contiguous gradient, whatever the
-    strides of its input. The offsets and sizes that embedding_bag saves may have room for one element more. Some losses
-    are reduced inside the buffer that held them for every element. Sparse tensors keep their entries; coalescing is taken
-    to merge none (the real kernel allocates as if it did not). A recurrent layer of oneDNN has a workspace.
+    strides of its input; batch and group norm return what is contiguous or has channels last. Dimensions of one element
+    have the strides of real tensors, by which kernels choose. The offsets and sizes that embedding_bag saves may have
+    room for one element more. Some losses are reduced inside the buffer that held them for every element. Sparse tensors
+    keep their entries; coalescing is taken to merge none (the real kernel allocates as if it did not). A recurrent layer
+    of oneDNN has a workspace.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,15 +211,22 @@ class TruerFakes(TorchDispatchMode):
             kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
             return _SPARSE[func][1](*args[:2], **kwargs)
         output = func(*args, **(kwargs or {}))
+        if func in _FAST and 1 in output.shape:
+            return _strided_as_real(output, func, args, kwargs or {})
         first_parameter = _NORMS.get(func)
         if first_parameter is not None and args[0].device.type == "cpu":
             parameters = [t for t in args[first_parameter : first_parameter + 2] if isinstance(t, torch.Tensor)]
             mixed = any(t.dtype != args[0].dtype for t in parameters)
             dtype = torch.float32 if mixed else args[0].dtype
-            normed = _as_kernel_lays_it(output[0]) if func is aten.native_batch_norm.default else output[0]
+            normed = output[0]
+            if func is not aten.native_layer_norm.default:
+                batch_norm = func is aten.native_batch_norm.default
+                normed = _laid_out(normed, args[0], last=_is_last(args[0], or_contiguous=batch_norm))
             return (normed, *(_as_dtype(t, dtype) for t in output[1:]))
-        if func is aten.native_group_norm_backward.default and args[0].device.type == "cpu":
-            return (_as_dtype(output[0], args[1].dtype), *output[1:])
+        if func in _NORMS_BACKWARD and output[0] is not None and args[0].device.type == "cpu":
+            gradient = _laid_out(output[0], args[1], last=_is_last(args[1]))
+            dtype = args[1].dtype if func is aten.native_group_norm_backward.default else gradient.dtype
+            return (_as_dtype(gradient, dtype), *output[1:])
         if func is aten.native_layer_norm_backward.default and output[0] is not None:
             return (_contiguous(output[0]), *output[1:])
         if func in _REDUCED_IN_PLACE and output.dim() == 0 and args[0].device.type in _REDUCED_IN_PLACE[func]:
@@ -247,6 +256,12 @@ _NORMS = {
     aten.native_group_norm.default: 1,
 }
 """Forward norms and the place of their first affine parameter."""
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+_FAST = _VIEWS | {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+"""Ops whose fakes are made by code of their own, which gives dimensions of one element other strides."""
+
+_NORMS_BACKWARD = {aten.native_batch_norm_backward.default, aten.native_group_norm_backward.default}
 
 
 @cache
@@ -323,12 +338,37 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _as_kernel_lays_it(normed: torch.Tensor) -> torch.Tensor:
-    """Return the fake of a batch_norm's output, which is laid out as its input is, as the CPU's kernel does: contiguous
-    or with channels last."""
-    last = suggest_memory_format(normed) in (torch.channels_last, torch.channels_last_3d)
-    stride = (make_channels_last_strides_for if last else make_contiguous_strides_for)(normed.shape)
-    return normed if normed.stride() == stride else normed.new_empty_strided(normed.shape, stride)
+def _is_last(tensor: torch.Tensor, *, or_contiguous: bool = False) -> bool:
+    """True if the CPU's kernels of batch and group norm lay out with channels last what they make of ``tensor``.
+
+    ``or_contiguous``: as batch norm's forward does, also where only dimensions of one element hide that it is so.
+    """
+    if suggest_memory_format(tensor) in (torch.channels_last, torch.channels_last_3d):
+        return True
+    if not or_contiguous or tensor.dim() not in (4, 5) or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
+
+
+def _laid_out(fake: torch.Tensor, given: torch.Tensor, *, last: bool) -> torch.Tensor:
+    """Return a fake of the shape of ``given`` that is contiguous, or has channels last."""
+    stride = (make_channels_last_strides_for if last else make_contiguous_strides_for)(given.shape)
+    return fake if fake.stride() == stride else fake.new_empty_strided(given.shape, stride)
+
+
+def _strided_as_real(fake: torch.Tensor, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Return ``fake``, what ``func`` returned, with the strides that it has of real tensors."""
+
+    def meta(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    with _disable_current_modes():
+        stride = func(*tree_map_only(torch.Tensor, meta, args), **tree_map_only(torch.Tensor, meta, kwargs)).stride()
+    if fake.stride() == stride:
+        return fake
+    if func in _VIEWS:
+        return cast(torch.Tensor, args[0].as_strided(fake.shape, stride, args[0].storage_offset()))
+    return fake.new_empty_strided(fake.shape, stride)
 
 
 def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

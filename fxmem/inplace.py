@@ -4,8 +4,8 @@ In: a :class:`Profiled`. Out: an :class:`InplaceDecision` for every op that has 
 the proved ones in place. An in-place op needs no memory of its own while it runs. It is legal when nobody needs the
 old value: no other node saves, reads or aliases the overwritten storage, it belongs to the graph (no parameter, buffer,
 input or output), and the result has its geometry. Only forms whose backward computes the same bits from the result are
-considered (``elu_`` and ``silu_`` do not). Where the model itself clips in place, what changes is that no copy of the input
-is saved (:mod:`fxmem.clipped`): legal where the result is neither written over later nor an output.
+considered (``elu_`` and ``silu_`` do not), as :mod:`fxmem.overwriting` has them. Where the model itself clips in place,
+what changes is that no copy of the input is saved: legal where the result is neither written over later nor an output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ import torch
 from torch import fx
 
 from fxmem.captured import Captured, with_unused_state
-from fxmem.clipped import hardtanh_, relu6_
+from fxmem.overwriting import (
+    add_,
+    hardtanh_,
+    hardtanh_in_place,
+    leaky_relu_,
+    relu6_,
+    relu6_in_place,
+    relu_,
+    sigmoid_,
+    sub_,
+    tanh_,
+)
 from fxmem.profile import Profiled
 from fxmem.regions import Scoped, op_of
 from fxmem.types import InplaceDecision
@@ -27,16 +38,16 @@ from fxmem.types import InplaceDecision
 aten = torch.ops.aten
 
 INPLACE_FORMS: dict[Any, Callable[..., Any]] = {
-    aten.relu.default: aten.relu_.default,
+    aten.relu.default: relu_,
     aten.relu6.default: relu6_,
-    aten.relu6_.default: relu6_,
-    aten.leaky_relu.default: aten.leaky_relu_.default,
+    aten.relu6_.default: relu6_in_place,
+    aten.leaky_relu.default: leaky_relu_,
     aten.hardtanh.default: hardtanh_,
-    aten.hardtanh_.default: hardtanh_,
-    aten.sigmoid.default: aten.sigmoid_.default,
-    aten.tanh.default: aten.tanh_.default,
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.sub.Tensor: aten.sub_.Tensor,
+    aten.hardtanh_.default: hardtanh_in_place,
+    aten.sigmoid.default: sigmoid_,
+    aten.tanh.default: tanh_,
+    aten.add.Tensor: add_,
+    aten.sub.Tensor: sub_,
 }
 """Ops and the forms that write the result over the first argument."""
 
@@ -72,7 +83,7 @@ def decide(profiled: Profiled) -> tuple[InplaceDecision, ...]:
     return tuple(decisions)
 
 
-_SAVE_RESULT = (hardtanh_, relu6_)
+_SAVE_RESULT = (hardtanh_, hardtanh_in_place, relu6_, relu6_in_place)
 """Forms that save their result, where the op they stand for saves its input."""
 
 

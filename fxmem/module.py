@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,11 +19,10 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxmem.batch import largest_batch, resized, varying_dims, without_values
-from fxmem.budget import parse_bytes, parse_gigabytes
+from fxmem.budget import parse_budget
 from fxmem.capture import as_in_training, capture, fitting
 from fxmem.captured import Captured, Dims, Inputs
-from fxmem.cuda import cublas_workspace_bytes
-from fxmem.errors import BudgetError, CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
+from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
 from fxmem.measure import may_measure
 from fxmem.parts import capture_or_advise
 from fxmem.pipeline import Compiled, Settings, compile_model, frontier_of, profile_model
@@ -35,7 +35,6 @@ from fxmem.sizes import Planned
 from fxmem.step import OptimizerLike, TrainingStep, check_step
 from fxmem.switches import present
 from fxmem.timing import COSTS, preset_of
-from fxmem.track import tensors_of
 from fxmem.types import Plan
 
 MANY_WAYS = MANY_STATES = MANY_CONSTANTS = 8
@@ -175,7 +174,7 @@ class OptimizedModule(torch.nn.Module):
         self, inputs: Inputs, autocast: Autocast | None, signature: tuple[Any, ...], ways: list[Compiled]
     ) -> Compiled:
         """Compile what ``ways``, those known of this signature, do not serve."""
-        with as_in_training():
+        with as_in_training(), _collected_afterwards():
             compiled = _serving(ways, inputs)
             if compiled is not None:  # another thread was faster
                 return compiled
@@ -184,7 +183,6 @@ class OptimizedModule(torch.nn.Module):
             after = self._signature(inputs, autocast)
             if after != signature:  # a first forward may leave something in the model's configs that later ones find
                 self._compiled.setdefault(after, []).append(compiled)
-        gc.collect()  # cycles that planning leaves hold this batch, which would be there beside the next one
         self._warn_of_many(inputs, ways)
         return compiled
 
@@ -387,6 +385,20 @@ class OptimizedModule(torch.nn.Module):
 # -- checks and settings -------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _collected_afterwards() -> Iterator[None]:
+    """Put off collecting cycles to the end of the body, which makes many objects and little garbage; but what cycles it
+    leaves hold the batch planned for, which would be there beside the next one."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+        gc.collect()
+
+
 def _serving(ways: list[Compiled], inputs: Inputs) -> Compiled | None:
     """Return that of ``ways`` which the model goes with these inputs."""
     return next((way for way in ways if way.captured.serves(inputs)), None)
@@ -405,32 +417,6 @@ def _device_type(model: torch.nn.Module) -> str:
 
 
 # -- checks of what the user passed --------------------------------------------------------------------------------------
-
-
-def parse_budget(budget_gb: float | None, budget: int | str | None, model: torch.nn.Module, *others: Any) -> int | None:
-    """Return the budget in bytes, or None for no bound; ``others``: what else a step counts that may be there already.
-
-    Errors: ``BudgetError``.
-    """
-    if budget_gb is not None and budget is not None:
-        raise BudgetError("pass budget_gb or budget, not both")
-    if budget_gb is not None:
-        return parse_gigabytes(budget_gb)
-    if budget is not None:
-        return parse_bytes(budget)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda" and torch.cuda.is_available():
-        return _free_bytes(device, (model, *others))
-    return None
-
-
-def _free_bytes(device: torch.device, holders: Any) -> int:
-    """Return what a step with the tensors of ``holders`` may take on a CUDA device: all that is free there or held by
-    PyTorch's allocator, but for other tensors and the two workspaces of cuBLAS."""
-    own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(holders) if t.device == device}
-    foreign_bytes = max(0, torch.cuda.memory_allocated(device) - sum(own.values()))
-    held_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return held_bytes - foreign_bytes - 2 * cublas_workspace_bytes(torch.cuda.get_device_capability(device))
 
 
 def _known(what: str, name: str, known: Any) -> str:

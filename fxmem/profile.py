@@ -262,6 +262,8 @@ class _Builder:
                 return f"{node.node.name} reads memory of unknown origin"
             if version != final and k not in self.writers.get(s, ()):
                 return f"{node.node.name} reads a value that is overwritten later"
+            if final and s not in self.index:
+                return f"{node.node.name} reads {self.seen.statics[s]}, which every forward writes"
         return ""
 
     def _never_made_anew(self) -> dict[int, str]:

@@ -307,20 +307,26 @@ class Run:
     def _recompute(self, target: int, unmanaged_bytes: int) -> None:
         """Run the recipes of every empty storage that ``target`` needs (rule 4)."""
         tables, full, owners, limits, alive = self.tables, self.full, self.owners, self.limits, self.alive
-        nbytes, internal = tables.nbytes, tables.internal
+        nbytes, internal, steps = tables.nbytes, tables.internal, self.steps
+        peak_bytes, capture_peak_bytes = tables.peak_bytes, tables.capture_peak_bytes
         target_position = tables.position[target]
         positions, readers = self._needed(target)
         for p in positions:
-            inputs, refilled, capture = tables.inputs[p], [], False
+            inputs, refilled, capture, made_bytes = tables.inputs[p], [], False, 0
             for s in tables.products[p]:
                 if not full[s] and owners[s] and (s == target or target_position <= limits[s]):
                     refilled.append(s)
                     capture = capture or internal[s]
-            self._observe_recipe(p, capture, unmanaged_bytes)
-            for s in tables.products[p]:
-                if s in refilled or readers.get(s, 0) > 0:
-                    alive[s] = True
-                    self.managed_bytes += nbytes[s]
+                elif not readers.get(s):
+                    continue
+                alive[s] = True
+                made_bytes += nbytes[s]
+            live_bytes = self.managed_bytes + unmanaged_bytes + (capture_peak_bytes if capture else peak_bytes)[p]
+            if live_bytes > self.peak_bytes:
+                self.peak_bytes, self.peak_tick = live_bytes, self.tick
+            if steps is not None:
+                steps.append((self.tick, p, live_bytes))
+            self.managed_bytes += made_bytes
             for s in refilled:
                 full[s] = True
                 for i in inputs:
@@ -334,6 +340,8 @@ class Run:
                     if not readers[i] and alive[i] and not held:
                         alive[i] = False
                         self.managed_bytes -= nbytes[i]
+        self.recompute_seconds += sum(map(tables.seconds.__getitem__, positions))
+        self.num_recomputed += len(positions)
 
     def _needed(self, target: int) -> tuple[list[int], dict[int, int]]:
         """Return the recipes to run, in order, and for each storage they make the number of its readers among them."""
@@ -352,17 +360,6 @@ class Run:
                 if i in readers:
                     readers[i] += 1
         return positions, readers
-
-    def _observe_recipe(self, recipe: int, capture: bool, unmanaged_bytes: int) -> None:
-        tables = self.tables
-        rise_bytes = tables.capture_peak_bytes[recipe] if capture else tables.peak_bytes[recipe]
-        live_bytes = self.managed_bytes + unmanaged_bytes + rise_bytes
-        if live_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_tick = live_bytes, self.tick
-        if self.steps is not None:
-            self.steps.append((self.tick, recipe, live_bytes))
-        self.recompute_seconds += tables.seconds[recipe]
-        self.num_recomputed += 1
 
 
 def check_limits(profile: GraphProfile, plan: Plan) -> None:

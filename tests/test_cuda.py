@@ -214,7 +214,7 @@ def test_the_budget_of_a_device_is_what_the_step_can_have(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     own_bytes = sum(p.untyped_storage().nbytes() for p in model.parameters())
     expected = 10_040 * MIB - (7 * MIB - own_bytes) - 2 * cublas_workspace_bytes((8, 0))
-    assert fxmem.module._free_bytes(torch.device("cpu"), (model, "adamw", None)) == expected
+    assert fxmem.budget._free_bytes(torch.device("cpu"), (model, "adamw", None)) == expected
 
 
 def test_an_estimate_for_cuda_has_the_temporaries_of_multi_tensor_kernels() -> None:

@@ -328,4 +328,4 @@ def test_models_that_cannot_train_are_refused() -> None:
     ("text", "nbytes"), [("24GiB", 24 * 2**30), ("800MB", 800 * 10**6), ("1.5 kb", 1500), ("12", 12)]
 )
 def test_budgets_are_read_as_written(text: str, nbytes: int) -> None:
-    assert fxmem.module.parse_budget(None, text, Small()) == nbytes
+    assert fxmem.budget.parse_budget(None, text, Small()) == nbytes

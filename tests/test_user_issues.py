@@ -878,3 +878,43 @@ def test_a_batch_norm_over_transposed_sequences(shape: tuple[int, ...]) -> None:
             return self.down(self.norm(self.up(x).transpose(1, 2)).transpose(1, 2).relu()).exp()
 
     check(Sequences, torch.randn(shape), plans=HARD)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_group_norm_over_what_attention_over_pixels_leaves(batch: int) -> None:
+    # As in the middle of a variational autoencoder. With a batch of 1 its layout is told by the stride of one element.
+    class Middle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.mix = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 16)
+            self.norm, self.last = nn.GroupNorm(4, 16), nn.Conv2d(16, 3, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            b, c, h, w = x.shape
+            y = self.mix(x.view(b, c, h * w).transpose(1, 2)).transpose(-1, -2).reshape(b, c, h, w)
+            return self.last(F.silu(self.norm(y))) + self.last(F.silu(self.norm((x + y) / 2.0)))
+
+    check(Middle, torch.randn(batch, 3, 8, 8), plans=HARD)
+
+
+def test_a_spectral_norm_before_two_forwards_and_one_backward() -> None:
+    # The step of a discriminator. Each forward writes the buffers that the weight of the one before was made of.
+    def build() -> nn.Module:
+        norm = nn.utils.parametrizations.spectral_norm
+        return nn.Sequential(norm(nn.Linear(16, 32)), nn.GELU(), norm(nn.Linear(32, 1)))
+
+    def step(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(1)
+        for _ in range(2):
+            (model(torch.randn(64, 16)).exp().mean() - model(torch.randn(64, 16)).exp().mean()).backward()
+        return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+    model = build()
+    eager = step(copy.deepcopy(model))
+    for planner in ("chen", "auto"):
+        copied = copy.deepcopy(model)
+        optimized = fxmem.optimize(copied, policy=[(lambda node: True, "recompute")], planner=planner, optimizer=None)
+        step(optimized)
+        ours = [*(p.grad for p in copied.parameters() if p.grad is not None), *copied.buffers()]
+        assert all(map(same_bits, eager, ours))

@@ -1,8 +1,9 @@
-"""When each storage is made, unpacked, released and let go of by the forward."""
+"""When each storage is made, unpacked, released and let go of by the forward, and who may hold it in between."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fxmem.simulate import Tables
 
@@ -33,3 +34,21 @@ def events_of(tables: Tables) -> Events:
         for s in releases:
             events.released[s] = tick
     return events
+
+
+@lru_cache(maxsize=1)
+def holders_of(tables: Tables) -> list[tuple[list[int], list[int], list[int]]]:
+    """Return for each tick the storages made before it: those the forward holds then, those that saved tensors may hold,
+    and the others."""
+    events, found = events_of(tables), []
+    for tick in range(len(tables.ticks)):
+        made = [s for s, created in enumerate(events.created) if created < tick]
+        rest = [s for s in made if events.gone[s] < tick]
+        found.append(
+            (
+                [s for s in made if tick <= events.gone[s]],
+                [s for s in rest if tick <= events.released.get(s, -1)],
+                [s for s in rest if events.released.get(s, -1) < tick],
+            )
+        )
+    return found

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fxmem.planners.events import Events, events_of
+from fxmem.planners.events import Events, events_of, holders_of
 from fxmem.planners.milp import ONE, ZERO, Expression, Milp, Optimum, minus, plus, term
 from fxmem.simulate import NO_RECIPE, Tables, tables_of
 from fxmem.types import KEEP, GraphProfile
@@ -79,8 +79,11 @@ class _Program:
         self.stages = _stages(tables, self.events)
         self.full: list[list[Expression]] = []
         """F after each stage; stages that rerun nothing share one list."""
-        self.held: dict[tuple[int, int], list[Expression]] = {}
+        self.held: dict[tuple[int, int], dict[int, Expression]] = {}
         """G by identity of F and tick."""
+        self.slots: dict[int, list[tuple[int, list[tuple[int, Expression]]]]] = {}
+        """By identity of F, which storages may be empty."""
+        self.holders = holders_of(tables)
         self.passed: list[list[tuple[int, Expression, Expression]]] = [[] for _ in tables.nbytes]
         self.made = [[s for s in made if tables.position[s] == k] for k, made in enumerate(tables.products)]
         self.readers: list[list[int]] = [[] for _ in tables.nbytes]
@@ -183,41 +186,42 @@ class _Program:
 
     # -- who holds what ---------------------------------------------------------------------------------------------------
 
-    def _wants(self, F: list[Expression], tick: int) -> list[Expression]:
+    def _wants(self, F: list[Expression], tick: int) -> dict[int, Expression]:
         """W: for each recipe, whether the slot of some storage it makes is empty and someone may still ask for it."""
-        unpacked, W = self.events.unpacked, [ZERO] * len(self.made)
-        for k in reversed(range(len(self.made))):
+        unpacked, W = self.events.unpacked, dict[int, Expression]()
+        for k, slots in self._slots(F):
             empties: list[Expression] = []
-            for s in self.made[k]:
-                full = F[s]
-                if full == ONE:
-                    continue
+            for s, empty in slots:
                 if unpacked.get(s, -1) >= tick:
-                    empties.append(ONE if full == ZERO else minus(ONE, full))
+                    empties.append(empty)
                 else:
-                    empties += [minus(W[j], full) for j in self.readers[s] if W[j] != ZERO]
+                    empties += [minus(W[j], F[s]) for j in self.readers[s] if j in W]
             if empties:
                 W[k] = self.milp.largest(empties)
         return W
 
-    def _held(self, F: list[Expression], tick: int) -> list[Expression]:
-        """G: what is held at the start of ``tick`` (rules 1 to 3 of NOTE [Who holds a managed storage])."""
+    def _slots(self, F: list[Expression]) -> list[tuple[int, list[tuple[int, Expression]]]]:
+        """Return, for the recipes from last to first, the storages they make that may be empty, with whether they are."""
+        if id(F) not in self.slots:
+            every = [(k, [(s, minus(ONE, F[s])) for s in made if F[s] != ONE]) for k, made in enumerate(self.made)]
+            self.slots[id(F)] = [(k, slots) for k, slots in reversed(every) if slots]
+        return self.slots[id(F)]
+
+    def _held(self, F: list[Expression], tick: int) -> dict[int, Expression]:
+        """G, where it may be other than 0: what is held at the start of ``tick`` (rules 1 to 3 of NOTE [Who holds a managed
+        storage])."""
         key = (id(F), tick)
         if key not in self.held:
             self.held[key] = self._new_held(F, tick)
         return self.held[key]
 
-    def _new_held(self, F: list[Expression], tick: int) -> list[Expression]:
-        events, W = self.events, self._wants(F, tick)
-        G = [ZERO] * len(F)
-        for s, full in enumerate(F):
-            if not events.created[s] < tick:
-                continue
-            if tick <= events.gone[s]:
-                G[s] = ONE
-            elif tick <= events.released.get(s, -1):
-                G[s] = full
-            elif full != ZERO and (wanting := [W[k] for k in self.readers[s] if W[k] != ZERO]):
+    def _new_held(self, F: list[Expression], tick: int) -> dict[int, Expression]:
+        in_forward, saved, late = self.holders[tick]
+        W, G = self._wants(F, tick), dict.fromkeys(in_forward, ONE)
+        G |= {s: F[s] for s in saved if F[s] != ZERO}
+        for s in late if W else ():
+            full = F[s]
+            if full != ZERO and (wanting := [W[k] for k in self.readers[s] if k in W]):
                 empty = minus(ONE, full)
                 G[s] = self.milp.largest(wanting if full == ONE else [minus(w, empty) for w in wanting])
         return G
@@ -247,16 +251,16 @@ class _Program:
             bytes_then = sum(nbytes[s] for s in certain) + self.tables.ticks[tick][2]
             if bytes_then > highest:
                 highest = bytes_then
-                self._within(enumerate(self._held(F, tick)), self.tables.ticks[tick][2])
+                self._within(self._held(F, tick).items(), self.tables.ticks[tick][2])
 
     def _ticks(self, ticks: range, F: list[Expression]) -> None:
         """Ticks after a stage and before the next; of those between which nothing goes, the highest."""
-        highest: dict[tuple[Expression, ...], int] = {}
+        highest: dict[tuple[tuple[int, Expression], ...], int] = {}
         for tick in ticks:
-            held = tuple(self._held(F, tick))
+            held = tuple(self._held(F, tick).items())
             highest[held] = max(highest.get(held, -1), self.tables.ticks[tick][2])
         for held, peak_bytes in highest.items():
-            self._within(enumerate(held), peak_bytes)
+            self._within(held, peak_bytes)
 
     def _memory(self, stage: _Stage, before: list[Expression], F: list[Expression], R: dict[int, Expression]) -> None:
         """What is in memory when each recipe of a stage begins, and how far it rises above that."""
@@ -266,14 +270,14 @@ class _Program:
         concerned = [
             (s, maker)
             for s, maker in enumerate(tables.position)
-            if G_before[s] != ZERO or G_after[s] != ZERO or not R.keys().isdisjoint(self.readers[s])
+            if s in G_before or s in G_after or not R.keys().isdisjoint(self.readers[s])
         ]
         for k, rerun in R.items():
             L = []
             for s, maker in concerned:
-                held = G_before[s]
+                held = G_before.get(s, ZERO)
                 if maker < k and (maker != NO_RECIPE or held not in (ONE, ZERO)):
-                    held = milp.largest([G_after[s], *(R[j] for j in self.readers[s] if j >= k and j in R)])
+                    held = milp.largest([G_after.get(s, ZERO), *(R[j] for j in self.readers[s] if j >= k and j in R)])
                 if held != ZERO:
                     L.append((s, held))
             C = milp.largest([minus(F[s], before[s]) for s in self.made[k] if tables.internal[s] and F[s] != before[s]])

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fxmem.planners.cuts import Spans, local_minima, spans_of
 from fxmem.planners.frontier import Clock, judge_all
-from fxmem.planners.options import Option, options_in_haste, options_of
+from fxmem.planners.options import Option, options_in_haste, options_of, part_peak_bytes
 from fxmem.planners.parts import Part, Parter
 from fxmem.simulate import keep_all
 from fxmem.types import KEEP, FrontierPoint, GraphProfile
@@ -132,7 +132,8 @@ class Program:
         high, seconds, choice, rest = [], [], [], []
         for number, (next_cut, part, option) in enumerate(menu):
             after = self.levels[next_cut]
-            high.append(np.maximum(part_peak_bytes(part, option), option.kept_bytes + after.high_bytes))
+            peak_bytes = part_peak_bytes(part, option.forward_bytes, option.backward_bytes)
+            high.append(np.maximum(peak_bytes, option.kept_bytes + after.high_bytes))
             seconds.append(option.seconds + after.seconds)
             choice.append(np.full(len(after.seconds), number))
             rest.append(np.arange(len(after.seconds)))
@@ -159,11 +160,6 @@ class Program:
             chosen.append((part, option))
             cut, index = next_cut, int(level.rest[index])
         return chosen
-
-
-def part_peak_bytes(part: Part, option: Option) -> int:
-    """Return the peak of a part's own forward and backward, above what earlier parts keep."""
-    return max(part.forward_base_bytes + option.forward_bytes, part.backward_base_bytes + option.backward_bytes)
 
 
 def thin_list(high_bytes: NDArray[np.int64], count: int) -> NDArray[np.int64]:

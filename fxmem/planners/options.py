@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fxmem.planners.mincut import Choice, menu
 from fxmem.planners.parts import Part
-from fxmem.simulate import NO_RECIPE, Run
+from fxmem.simulate import NO_RECIPE, Mark, Run
 from fxmem.types import KEEP
 
 Limits = tuple[int, ...]
@@ -37,48 +37,89 @@ class Option:
     seconds: float
 
 
-def judge_option(part: Part, limits: Limits) -> Option | None:
-    """Return what ``limits`` (of all local storages) brings; None if it reruns recipes again and again."""
-    run = Run(part.tables, limits)
-    run.advance_prefix()
-    forward_bytes, kept_bytes = run.peak_bytes, run.managed_bytes
-    run.peak_bytes = -1
-    most_reruns = MOST_RERUNS * len(part.tables.inputs) + 20
-    for first in range(0, len(part.backward), ROWS_AT_ONCE):
-        run.advance(part.backward[first : first + ROWS_AT_ONCE])
-        if run.num_recomputed > most_reruns:
-            return None
-    return Option(limits, forward_bytes, run.peak_bytes, kept_bytes, run.recompute_seconds)
+def part_peak_bytes(part: Part, forward_bytes: int, backward_bytes: int) -> int:
+    """Return the peak of a part's own forward and backward, above what earlier parts keep."""
+    return max(part.forward_base_bytes + forward_bytes, part.backward_base_bytes + backward_bytes)
+
+
+class _Judge:
+    """Judges limits of all local storages of one part, each once."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.options: dict[Limits, Option | None] = {}
+        """None: another one is better in all, or it reruns recipes again and again."""
+        self._found: list[tuple[float, int, int]] = []
+        """Seconds, kept bytes and peak of the options."""
+        self._forwards: dict[bytes, tuple[int, Mark]] = {}
+        """The forward's peak and the state after it, by which storages are kept; when others are refilled is for later."""
+
+    def judge(self, limits: Limits) -> None:
+        if limits not in self.options:
+            self.options[limits] = self._option(limits)
+
+    def _option(self, limits: Limits) -> Option | None:
+        part, (forward_bytes, after_forward) = self.part, self._forward(limits)
+        run, kept_bytes = Run(part.tables, limits, start=after_forward.copy()), after_forward.managed_bytes
+        most_reruns = MOST_RERUNS * len(part.tables.inputs) + 20
+        for first in range(0, len(part.backward), ROWS_AT_ONCE):
+            run.advance(part.backward[first : first + ROWS_AT_ONCE])
+            seconds, peak_bytes = run.recompute_seconds, part_peak_bytes(part, forward_bytes, run.peak_bytes)
+            beaten = any(s < seconds and k <= kept_bytes and p <= peak_bytes for s, k, p in self._found)
+            if beaten or run.num_recomputed > most_reruns:
+                return None
+        option = Option(limits, forward_bytes, run.peak_bytes, kept_bytes, run.recompute_seconds)
+        self._found.append((option.seconds, kept_bytes, part_peak_bytes(part, forward_bytes, run.peak_bytes)))
+        return option
+
+    def _forward(self, limits: Limits) -> tuple[int, Mark]:
+        kept = bytes([limit == KEEP for limit in limits])
+        if kept not in self._forwards:
+            run = Run(self.part.tables, limits)
+            run.advance_prefix()
+            self._forwards[kept] = run.peak_bytes, run.mark()
+        return self._forwards[kept]
+
+    def front(self) -> list[Option]:
+        """Return the options that no other beats in peak, kept bytes and seconds at once."""
+        ranked = sorted(
+            (o.seconds, o.kept_bytes, part_peak_bytes(self.part, o.forward_bytes, o.backward_bytes), o.limits, o)
+            for o in self.options.values()
+            if o is not None
+        )
+        front: list[tuple[int, Option]] = []
+        for _, kept_bytes, peak_bytes, _, option in ranked:
+            if not any(p <= peak_bytes and o.kept_bytes <= kept_bytes for p, o in front):
+                front.append((peak_bytes, option))
+        return [option for _, option in front]
 
 
 def options_in_haste(part: Part) -> list[Option]:
     """Return the two options that need no thought: keep everything, drop everything."""
-    last = part.end - part.start - 1
-    keep = (KEEP,) * len(part.tables.position)
-    drop = tuple(KEEP if p == NO_RECIPE else last for p in part.tables.position)
-    return _pareto(part, {limits: judge_option(part, limits) for limits in (keep, drop)})
+    judge, last = _Judge(part), part.end - part.start - 1
+    judge.judge((KEEP,) * len(part.tables.position))
+    judge.judge(tuple(KEEP if p == NO_RECIPE else last for p in part.tables.position))
+    return judge.front()
 
 
 def options_of(part: Part, *, num_trials: int) -> list[Option]:
     """Return the part's Pareto set over (peak, kept bytes, seconds), after at most ``num_trials`` judgements."""
-    options: dict[Limits, Option | None] = {}
+    judge = _Judge(part)
     for limits in _seeds(part):
-        if limits not in options:
-            options[limits] = judge_option(part, limits)
-    front = _pareto(part, options)
+        judge.judge(limits)
+    front = judge.front()
     tried: set[Limits] = set()
-    while len(options) < num_trials:
+    while len(judge.options) < num_trials:
         fresh = [o for o in front if o.limits not in tried]
         if not fresh:
             break
         for option in fresh:
             tried.add(option.limits)
             for limits in _neighbours(part, option.limits):
-                if limits not in options:
-                    options[limits] = judge_option(part, limits)
-            if len(options) >= num_trials:
+                judge.judge(limits)
+            if len(judge.options) >= num_trials:
                 break
-        front = _pareto(part, options)
+        front = judge.front()
     return front
 
 
@@ -111,18 +152,3 @@ def _neighbours(part: Part, limits: Limits) -> Iterator[Limits]:
         for limit in (KEEP, last, position):
             if limit != limits[s]:
                 yield (*limits[:s], limit, *limits[s + 1 :])
-
-
-def _pareto(part: Part, options: dict[Limits, Option | None]) -> list[Option]:
-    """Options that no other beats in peak, kept bytes and seconds at once."""
-
-    def peak(option: Option) -> int:
-        return max(part.forward_base_bytes + option.forward_bytes, part.backward_base_bytes + option.backward_bytes)
-
-    front: list[tuple[int, Option]] = []
-    ordered = sorted(filter(None, options.values()), key=lambda o: (o.seconds, o.kept_bytes, peak(o), o.limits))
-    for option in ordered:
-        own_peak = peak(option)
-        if not any(p <= own_peak and o.kept_bytes <= option.kept_bytes for p, o in front):
-            front.append((own_peak, option))
-    return [option for _, option in front]

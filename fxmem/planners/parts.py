@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxmem.planners.cuts import Spans, node_positions
-from fxmem.simulate import NO_RECIPE, Tables, TickRow, prefix_of
+from fxmem.simulate import NO_RECIPE, Tables, TickRow, prefix_of, tables_of
 from fxmem.types import GraphProfile, Phase
 
 LONG_CELLS = 3
@@ -156,7 +156,7 @@ class Parter:
             slot_inputs=[inputs[p] for p in position] + [()] * num_boundaries,
             inputs=inputs,
             products=[tuple(local[s] for s in r.products if s in local) for r in recipes],
-            seconds=[r.seconds for r in recipes],
+            seconds=tables_of(self.profile).seconds[start:end],
             peak_bytes=[r.peak_bytes for r in recipes],
             capture_peak_bytes=[r.capture_peak_bytes for r in recipes],
             ticks=[],
