@@ -212,7 +212,7 @@ class TruerFakes(TorchDispatchMode):
             return _SPARSE[func][1](*args[:2], **kwargs)
         output = func(*args, **(kwargs or {}))
         if func in _FAST and 1 in output.shape:
-            return _strided_as_real(output, func, args, kwargs or {})
+            return _strided_as_real(output, func, args)
         first_parameter = _NORMS.get(func)
         if first_parameter is not None and args[0].device.type == "cpu":
             parameters = [t for t in args[first_parameter : first_parameter + 2] if isinstance(t, torch.Tensor)]
@@ -356,19 +356,25 @@ def _laid_out(fake: torch.Tensor, given: torch.Tensor, *, last: bool) -> torch.T
     return fake if fake.stride() == stride else fake.new_empty_strided(given.shape, stride)
 
 
-def _strided_as_real(fake: torch.Tensor, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _strided_as_real(fake: torch.Tensor, func: Any, args: Any) -> torch.Tensor:
     """Return ``fake``, what ``func`` returned, with the strides that it has of real tensors."""
-
-    def meta(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
     with _disable_current_modes():
-        stride = func(*tree_map_only(torch.Tensor, meta, args), **tree_map_only(torch.Tensor, meta, kwargs)).stride()
+        if func in _VIEWS:
+            stride = _on_meta(args[0]).view(args[1]).stride()
+        else:
+            stride = torch.add(*map(_on_meta, args[:2])).stride()
     if fake.stride() == stride:
         return fake
     if func in _VIEWS:
         return cast(torch.Tensor, args[0].as_strided(fake.shape, stride, args[0].storage_offset()))
     return fake.new_empty_strided(fake.shape, stride)
+
+
+def _on_meta(operand: Any) -> torch.Tensor:
+    """Return a tensor that lies as ``operand`` does; of a number, one without dimensions."""
+    if isinstance(operand, torch.Tensor):
+        return torch.empty_strided(operand.shape, operand.stride(), device="meta")
+    return torch.empty((), device="meta")
 
 
 def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ from fxmem.replay import Autocast
 from fxmem.report import Report
 from fxmem.signature import REGISTRIES, ModelStates, arguments_of, constants_of
 from fxmem.sizes import Planned
-from fxmem.step import OptimizerLike, TrainingStep, check_step
+from fxmem.step import OptimizerLike, TrainingStep, check_step, without_state
 from fxmem.switches import present
 from fxmem.timing import COSTS, preset_of
 from fxmem.types import Plan
@@ -367,8 +367,10 @@ class OptimizedModule(torch.nn.Module):
         return "no budget" if budget is None else f"budget {budget / 1e9:.3f} GB"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Plans are not copied or pickled; a copy plans again on its first training call."""
-        return {"original": self.original, "_settings": self._settings, "own": self._hooks()}
+        """Plans and the optimizer's state are not copied or pickled; a copy plans again on its first training call."""
+        step = self._settings.step
+        settings = replace(self._settings, step=replace(step, optimizer=without_state(step.optimizer)))
+        return {"original": self.original, "_settings": settings, "own": self._hooks()}
 
     def _hooks(self) -> dict[str, Any]:
         return {
@@ -437,8 +439,7 @@ def _check_alone(model: torch.nn.Module) -> None:
         wrapper, place = type(module).__name__, name or "the model"
         if type(module).__module__.startswith("torch.") and wrapper in _WRAPPERS:
             raise InputError(
-                f"{place} is wrapped in {wrapper}, whose work goes on around the forward; optimize the model inside and "
-                f"wrap the result: {wrapper}(fxmem.optimize(model, ...))"
+                f"{place} is wrapped in {wrapper}, whose work goes on around the forward; {_WRAPPERS[wrapper]}"
             )
         if type(module).__module__ == "torch._dynamo.eval_frame" or module._compiled_call_impl is not None:
             raise InputError(
@@ -459,7 +460,14 @@ def _check_alone(model: torch.nn.Module) -> None:
             )
 
 
-_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+_WRAPPERS = {
+    "DataParallel": "optimize the model inside and wrap the result: DataParallel(fxmem.optimize(model, ...))",
+    "DistributedDataParallel": "optimize the model inside and wrap the result: DistributedDataParallel(fxmem.optimize(model"
+    ", ...))",
+    "FullyShardedDataParallel": "use fully_shard, on optimized modules one by one: "
+    "fully_shard(fxmem.optimize(module, ...))",
+}
+"""What to do instead."""
 
 
 def _check_trainable(model: torch.nn.Module) -> None:

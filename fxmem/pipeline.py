@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -27,7 +28,7 @@ from fxmem.planners import PLANNERS, cheapest_within, pareto, stored
 from fxmem.planners.gap import lower_bound
 from fxmem.policy import Rule, constrain, enforce, matches
 from fxmem.profile import Profiled, profile
-from fxmem.replay import Autocast, autocast_as_in_forward
+from fxmem.replay import Autocast, autocast_as_in_forward, casts_kept
 from fxmem.report import Report, build_report
 from fxmem.report.text import place_of_tick
 from fxmem.rewrite import rewrite
@@ -116,12 +117,18 @@ def compile_model(
 
 
 def _later(plain: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings) -> Callable[[], int]:
-    """Return a function that plans for the least peak, once, when it is called; it does not keep the batch."""
-    shapes = without_values(inputs)
+    """Return a function that plans for the least peak, once, when it is called, in autocast regions as around this call;
+    it does not keep the batch."""
+    shapes, types = without_values(inputs), {device.type for device in plain.devices}
+    around, casts = [region for kind in types if (region := Autocast.of(kind))], torch.is_autocast_cache_enabled()
 
     @cache
     def least_bytes() -> int:
-        with as_in_training(), autocast_as_in_forward(None, plain.devices):
+        with ExitStack() as stack:
+            for context in (as_in_training(), autocast_as_in_forward(None, plain.devices), casts_kept(casts)):
+                stack.enter_context(context)
+            for region in around:
+                stack.enter_context(region.enter())
             profiled = profile_for_short_memory(plain, model, shapes, settings)
             return frontier_of(profiled.profile, settings)[-1].peak_bytes
 

@@ -80,6 +80,13 @@ class View(NamedTuple):
         same = self.lies_as(tensor) and tensor.dtype is self.dtype
         return same and tensor.is_conj() == self.conj and tensor.is_neg() == self.neg
 
+    def fills_as(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor``, of the same size, begins and ends where this does."""
+        end, own_end = (
+            sum((n - 1) * k for n, k in zip(self.size, s, strict=True)) for s in (tensor.stride(), self.stride)
+        )
+        return tensor.storage_offset() == self.offset and end == own_end
+
     def same_layout(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor`` has this dtype, size, offset and, where a dimension is longer than 1, stride."""
         if tensor.dtype is not self.dtype or tensor.size() != self.size or tensor.storage_offset() != self.offset:
@@ -91,7 +98,7 @@ class View(NamedTuple):
 
 
 Views = dict[int, View]
-"""By place among a call's leaves."""
+"""By place among a call's leaves; by ``~place`` among its output's."""
 
 
 def _elements(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -153,26 +160,33 @@ class NodeReplay:
     def run(self, bases: dict[int, torch.Tensor], saved: SavedInRerun, views: Views | None = None) -> None:
         """Run the node on ``bases`` and put the bases of what it makes there; internals only if ``saved`` captures.
 
-        ``views``: by place, arguments that lay otherwise in the forward than planned.
+        ``views``: by place, arguments that lay otherwise in the forward than planned; by ``~place``, outputs.
         """
         refs = self.refs if views is None else [(place, views.get(place, view)) for place, view in self.refs]
         if self.casts_once:
             try:
                 with casts_kept(True):
-                    self._run(self._as_identified(refs, bases), bases, saved)
+                    self._run(self._as_identified(refs, bases), bases, saved, views)
             finally:
                 torch.clear_autocast_cache()
         else:
-            self._run([self.argument(view, bases) for _, view in refs], bases, saved)
+            self._run([self.argument(view, bases) for _, view in refs], bases, saved, views)
 
-    def _run(self, arguments: list[torch.Tensor], bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
+    def _run(
+        self,
+        arguments: list[torch.Tensor],
+        bases: dict[int, torch.Tensor],
+        saved: SavedInRerun,
+        views: Views | None,
+    ) -> None:
         fresh = saved.begin(arguments) if saved.capture else {}
         output = self.call(arguments)
         leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
         for place, view in self.outputs:
             leaf = leaves[place]
+            view = view if views is None else views.get(~place, view)
             if not view.same_layout(leaf):
-                raise PlanMismatchError(_layout_message(self.name, view, leaf))
+                raise layout_error(self.name, view, leaf)
             bases[view.storage] = leaf.detach()
         if saved.capture:
             for leaf in leaves:
@@ -386,17 +400,18 @@ class _NonLeaf(torch.autograd.Function):
         raise AssertionError("a re-run has no backward")
 
 
-def _layout_message(name: str, view: View, tensor: torch.Tensor) -> str:
+def layout_message(name: str, view: View, tensor: torch.Tensor) -> str:
     return (
         f"{name} was planned as {view.dtype} {view.size} with strides {view.stride}, but gave {tensor.dtype} "
-        f"{tuple(tensor.size())} with strides {tuple(tensor.stride())}; plan again on this device"
+        f"{tuple(tensor.size())} with strides {tuple(tensor.stride())}"
     )
 
 
-def check_layout(name: str, view: View, tensor: torch.Tensor) -> None:
-    """Raise ``PlanMismatchError`` if ``tensor`` does not lie as planned."""
-    if not view.same_layout(tensor):
-        raise PlanMismatchError(_layout_message(name, view, tensor))
+def layout_error(name: str, view: View, tensor: torch.Tensor) -> PlanMismatchError:
+    """Return the error to raise where no re-run could follow."""
+    return PlanMismatchError(
+        f"{layout_message(name, view, tensor)}; plan again on this device, or optimize the parts around"
+    )
 
 
 def leaves_of(tree: Any) -> list[Any]:

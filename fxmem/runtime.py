@@ -14,6 +14,8 @@ NOTE [Who owns what on the tape]
    several forwards work alike.
 4. Hooks switch autograd's version check off, so a slot remembers the version of what it holds and raises what
    autograd would have raised.
+5. A kernel may lay its output out otherwise than its fake does. From there on each geometry is noted in the forward, and
+   a re-run goes by what was noted; but a view that turns out a copy, or a copy a view, cannot be followed.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ from fxmem.replay import (
     View,
     Views,
     autocast_as_in_forward,
-    check_layout,
     in_batched_backward,
+    layout_error,
+    layout_message,
     leaves_of,
     outside_of_batch,
     stash_random_states,
@@ -180,6 +183,8 @@ class Tape:
         self.table = table
         self.random_states: dict[int, RandomStates] = {}
         self._views: dict[int, Views] = {}
+        self._relaid: dict[int, int] = {}
+        """Storages that hold what lies otherwise than planned, each with its identity in this call."""
         self._switches = present()
         self._statics = statics
         self._static_versions: dict[int, int] = {}
@@ -194,7 +199,7 @@ class Tape:
         node = self.table.nodes[index]
         if node.draws_on:
             self.random_states[index] = stash_random_states(node.draws_on)
-        if node.loose:
+        if node.loose or self._relaid:
             self._note_views(node, leaves_of((args, kwargs)))
         if node.hooked:
             output = self._run_hooked(node, target, args, kwargs)
@@ -202,7 +207,8 @@ class Tape:
             output = target(*args, **kwargs)
         leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
         for place, view in node.outputs:
-            check_layout(node.name, view, leaves[place])
+            if self._relaid or not view.same_layout(leaves[place]):
+                self._relay(node, place, view, leaves[place], leaves_of((args, kwargs)))
         for from_outputs, place, storage in node.holds:
             source = leaves if from_outputs else leaves_of((args, kwargs))
             self._slot(storage).fill(source[place].detach())
@@ -210,11 +216,33 @@ class Tape:
         return output
 
     def _note_views(self, node: NodeTape, argument_leaves: list[Any]) -> None:
-        for place, view in node.loose:
+        for place, view in node.arguments if self._relaid else node.loose:
             tensor = argument_leaves[place]
             if not view.lies_as(tensor):
-                actual = view._replace(stride=tensor.stride(), offset=tensor.storage_offset())
-                self._views.setdefault(node.index, {})[place] = actual
+                self._note_view(node, place, view, tensor)
+            if view.storage in self._relaid and self._relaid[view.storage] != tensor.untyped_storage()._cdata:
+                raise layout_error(node.name, view, tensor)
+
+    def _note_view(self, node: NodeTape, key: int, view: View, tensor: torch.Tensor) -> None:
+        actual = view._replace(stride=tensor.stride(), offset=int(tensor.storage_offset()))
+        self._views.setdefault(node.index, {})[key] = actual
+
+    def _relay(self, node: NodeTape, place: int, view: View, output: torch.Tensor, argument_leaves: list[Any]) -> None:
+        """Note an output that lies otherwise than planned, and go on (NOTE [Who owns what on the tape], rule 5)."""
+        given = {v.storage: argument_leaves[p].untyped_storage()._cdata for p, v in node.arguments}
+        key, planned_key = output.untyped_storage()._cdata, given.get(view.storage)
+        alike = output.dtype is view.dtype and output.size() == view.size
+        fresh = key not in given.values() and alike and view.fills_as(output)
+        if not (alike and (fresh if planned_key is None else key == planned_key)):
+            raise layout_error(node.name, view, output)
+        if not view.same_layout(output):
+            if not self._relaid:
+                warnings.warn(
+                    f"{layout_message(node.name, view, output)}: gradients are right, the peak may be above the budget",
+                    stacklevel=2,
+                )
+            self._relaid[view.storage] = key
+            self._note_view(node, ~place, view, output)
 
     def _run_hooked(
         self, node: NodeTape, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

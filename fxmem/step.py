@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +173,15 @@ def check_step(step: TrainingStep) -> TrainingStep:
     if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer must be a torch.optim.Optimizer, its class, its name or None, not {optimizer!r}")
     return step
+
+
+def without_state(optimizer: OptimizerLike) -> OptimizerLike:
+    """Return an optimizer like the one given, over the same parameters, before its first step."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    fresh = copy(optimizer)
+    fresh.state = defaultdict(dict)
+    return fresh
 
 
 def warm_fake_step(

@@ -146,6 +146,19 @@ def test_a_copy_trains_alike_and_apart(copied: Callable[[Any], Any]) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_copy_does_without_the_optimizers_state() -> None:
+    model, x = build(), batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimized = fxmem.optimize(model, x, optimizer=optimizer)
+    optimized(x).sum().backward()
+    optimizer.step()
+    twin = copy.deepcopy(optimized)
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert not twin._settings.step.optimizer.state
+    assert twin._settings.step.optimizer.param_groups[0]["params"][0] is next(twin.parameters())
+    assert len(pickle.dumps(optimized)) < 1.5 * len(pickle.dumps(model))
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_from_eager_and_back(assign: bool) -> None:
     eager, model = Net(), build()

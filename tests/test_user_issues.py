@@ -918,3 +918,54 @@ def test_a_spectral_norm_before_two_forwards_and_one_backward() -> None:
         step(optimized)
         ours = [*(p.grad for p in copied.parameters() if p.grad is not None), *copied.buffers()]
         assert all(map(same_bits, eager, ours))
+
+
+@torch.library.custom_op("fxmem_test::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """2 x, laid out with the last two dimensions in turn; its fake says otherwise."""
+    return torch.mul(x, 2.0).mT.contiguous().mT
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+turned.register_autograd(lambda ctx, grad: grad * 2.0)
+
+
+class Turning(nn.Module):
+    def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = turned(self.first(x).tanh()).exp()
+        return self.last(self.second(x + x.mT).sin()).exp()
+
+
+def test_a_kernel_that_lays_out_otherwise_than_its_fake_is_followed() -> None:
+    def last(y: Tensor) -> Tensor:
+        first, second = turned(y).sigmoid().chunk(2, dim=-1)
+        return torch.cat([first * second.cos(), turned(second)], dim=1)
+
+    model, x = Turning(last).train(), torch.randn(3, WIDTH, WIDTH)
+    eager, copied = copy.deepcopy(model), copy.deepcopy(model)
+    optimized = fxmem.optimize(copied, policy=[(lambda node: True, "recompute")], planner="chen", optimizer=None)
+    with pytest.warns(UserWarning, match="was planned as .* gradients are right, the peak may be above"):
+        output = optimized(x)
+    assert same_bits(eager(x), output)
+    output.sum().backward()
+    eager(x).sum().backward()
+    for expected, ours in zip(eager.parameters(), copied.parameters(), strict=True):
+        assert same_bits(expected.grad, ours.grad)
+
+
+def test_a_view_that_turns_out_a_copy_is_refused_before_the_backward() -> None:
+    model = Turning(lambda y: turned(y).flatten(1).sin()).train()
+    optimized = fxmem.optimize(model, policy=[(lambda node: True, "recompute")], planner="chen", optimizer=None)
+    with (
+        pytest.warns(UserWarning, match="was planned as"),
+        pytest.raises(fxmem.PlanMismatchError, match=r"flatten|sin"),
+    ):
+        optimized(torch.randn(3, WIDTH, WIDTH))
