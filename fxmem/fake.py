@@ -211,7 +211,7 @@ class TruerFakes(TorchDispatchMode):
             kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
             return _SPARSE[func][1](*args[:2], **kwargs)
         output = func(*args, **(kwargs or {}))
-        if func in _FAST and 1 in output.shape:
+        if func in _FAST and 1 in output.shape and all(map(_strided, (output, *args[:2]))):
             return _strided_as_real(output, func, args)
         first_parameter = _NORMS.get(func)
         if first_parameter is not None and args[0].device.type == "cpu":
@@ -368,6 +368,10 @@ def _strided_as_real(fake: torch.Tensor, func: Any, args: Any) -> torch.Tensor:
     if func in _VIEWS:
         return cast(torch.Tensor, args[0].as_strided(fake.shape, stride, args[0].storage_offset()))
     return fake.new_empty_strided(fake.shape, stride)
+
+
+def _strided(operand: Any) -> bool:
+    return not isinstance(operand, torch.Tensor) or operand.layout is torch.strided
 
 
 def _on_meta(operand: Any) -> torch.Tensor:

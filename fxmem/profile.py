@@ -130,6 +130,7 @@ class _Builder:
         self.managed = managed_storages(seen)
         self.index = {serial: i for i, serial in enumerate(self.managed)}
         self.static_index = {serial: ~j for j, serial in enumerate(seen.statics)}
+        self.attributes = {node.name for node in captured.graph_module.graph.nodes if node.op == "get_attr"}
         self.devices = tuple(sorted(set(seen.devices.values()), key=str))
         self.creator = {s: node.index for node in seen.nodes for s in node.creates}
         self.writers: dict[int, list[int]] = {s: [self.creator[s]] for s in self.managed}
@@ -262,7 +263,7 @@ class _Builder:
                 return f"{node.node.name} reads memory of unknown origin"
             if version != final and k not in self.writers.get(s, ()):
                 return f"{node.node.name} reads a value that is overwritten later"
-            if final and s not in self.index:
+            if final and self.seen.statics.get(s) in self.attributes:
                 return f"{node.node.name} reads {self.seen.statics[s]}, which every forward writes"
         return ""
 

@@ -77,7 +77,11 @@ class View(NamedTuple):
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """True if this is ``View.of(tensor)``, whatever storage that is."""
-        same = self.lies_as(tensor) and tensor.dtype is self.dtype
+        return self.lies_as(tensor) and self.is_alike(tensor)
+
+    def is_alike(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` is like this but perhaps for stride and offset."""
+        same = tensor.dtype is self.dtype and tensor.size() == self.size
         return same and tensor.is_conj() == self.conj and tensor.is_neg() == self.neg
 
     def fills_as(self, tensor: torch.Tensor) -> bool:
@@ -88,8 +92,8 @@ class View(NamedTuple):
         return tensor.storage_offset() == self.offset and end == own_end
 
     def same_layout(self, tensor: torch.Tensor) -> bool:
-        """True if ``tensor`` has this dtype, size, offset and, where a dimension is longer than 1, stride."""
-        if tensor.dtype is not self.dtype or tensor.size() != self.size or tensor.storage_offset() != self.offset:
+        """True if ``tensor`` is alike, with this offset and, where a dimension is longer than 1, stride."""
+        if not self.is_alike(tensor) or tensor.storage_offset() != self.offset:
             return False
         stride = tensor.stride()
         return stride == self.stride or all(
@@ -411,6 +415,14 @@ def layout_error(name: str, view: View, tensor: torch.Tensor) -> PlanMismatchErr
     """Return the error to raise where no re-run could follow."""
     return PlanMismatchError(
         f"{layout_message(name, view, tensor)}; plan again on this device, or optimize the parts around"
+    )
+
+
+def memory_error(name: str) -> PlanMismatchError:
+    """Return the error to raise where what was planned as a view turned out a copy, or the other way round."""
+    return PlanMismatchError(
+        f"{name} works on other memory than planned: since a kernel before it lays out otherwise than its fake says, a "
+        "view turned out a copy, or a copy a view; mend the op's fake, or optimize the parts around"
     )
 
 

@@ -109,13 +109,14 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
     holds: dict[int, list[int]] = {}
     for s in live.held:
         holds.setdefault(profiled.last_writer[s], []).append(s)
+    makers = {profile.storages[s].creator for s in live.held}
     connects, frees = _connections(profiled, live)
     inputs = _inputs(profiled)
     tapes = {}
     for node in profile.nodes:
         hooked = any(s in live.dropped for s in node.saves)
         given = {view.storage for _, view in profiled.arguments[node.index]}
-        if hooked or node.index in holds or node.index in replayed:
+        if hooked or node.index in holds or node.index in replayed or node.index in makers:
             tapes[node.index] = NodeTape(
                 index=node.index,
                 name=node.name,

@@ -14,8 +14,9 @@ NOTE [Who owns what on the tape]
    several forwards work alike.
 4. Hooks switch autograd's version check off, so a slot remembers the version of what it holds and raises what
    autograd would have raised.
-5. A kernel may lay its output out otherwise than its fake does. From there on each geometry is noted in the forward, and
-   a re-run goes by what was noted; but a view that turns out a copy, or a copy a view, cannot be followed.
+5. A kernel may lay its output out otherwise than its fake does. From there on the geometries of all nodes on the tape are
+   noted in the forward, and a re-run goes by what was noted; but a view that turns out a copy, or a copy a view, cannot
+   be followed. So whatever makes a storage that a re-run reads is on the tape, also where others write it later.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from fxmem.replay import (
     layout_error,
     layout_message,
     leaves_of,
+    memory_error,
     outside_of_batch,
     stash_random_states,
 )
@@ -221,7 +223,7 @@ class Tape:
             if not view.lies_as(tensor):
                 self._note_view(node, place, view, tensor)
             if view.storage in self._relaid and self._relaid[view.storage] != tensor.untyped_storage()._cdata:
-                raise layout_error(node.name, view, tensor)
+                raise memory_error(node.name)
 
     def _note_view(self, node: NodeTape, key: int, view: View, tensor: torch.Tensor) -> None:
         actual = view._replace(stride=tensor.stride(), offset=int(tensor.storage_offset()))
@@ -229,16 +231,18 @@ class Tape:
 
     def _relay(self, node: NodeTape, place: int, view: View, output: torch.Tensor, argument_leaves: list[Any]) -> None:
         """Note an output that lies otherwise than planned, and go on (NOTE [Who owns what on the tape], rule 5)."""
+        if not view.is_alike(output):
+            raise layout_error(node.name, view, output)
         given = {v.storage: argument_leaves[p].untyped_storage()._cdata for p, v in node.arguments}
         key, planned_key = output.untyped_storage()._cdata, given.get(view.storage)
-        alike = output.dtype is view.dtype and output.size() == view.size
-        fresh = key not in given.values() and alike and view.fills_as(output)
-        if not (alike and (fresh if planned_key is None else key == planned_key)):
+        if key != planned_key if planned_key is not None else key in given.values():
+            raise memory_error(node.name)
+        if planned_key is None and not view.fills_as(output):
             raise layout_error(node.name, view, output)
         if not view.same_layout(output):
             if not self._relaid:
                 warnings.warn(
-                    f"{layout_message(node.name, view, output)}: gradients are right, the peak may be above the budget",
+                    f"{layout_message(node.name, view, output)}: re-runs follow it, the peak may be above the budget",
                     stacklevel=2,
                 )
             self._relaid[view.storage] = key

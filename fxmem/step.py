@@ -176,7 +176,7 @@ def check_step(step: TrainingStep) -> TrainingStep:
 
 
 def without_state(optimizer: OptimizerLike) -> OptimizerLike:
-    """Return an optimizer like the one given, over the same parameters, before its first step."""
+    """Return an optimizer like the one given, over the same parameters, before its first step, with what pickling keeps."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     fresh = copy(optimizer)

@@ -923,7 +923,8 @@ def test_a_spectral_norm_before_two_forwards_and_one_backward() -> None:
 @torch.library.custom_op("fxmem_test::turned", mutates_args=())
 def turned(x: Tensor) -> Tensor:
     """2 x, laid out with the last two dimensions in turn; its fake says otherwise."""
-    return torch.mul(x, 2.0).mT.contiguous().mT
+    result = torch.empty_strided(x.shape, x.mT.contiguous().mT.stride())
+    return torch.mul(x, 2.0, out=result)
 
 
 @turned.register_fake
@@ -952,13 +953,80 @@ def test_a_kernel_that_lays_out_otherwise_than_its_fake_is_followed() -> None:
     model, x = Turning(last).train(), torch.randn(3, WIDTH, WIDTH)
     eager, copied = copy.deepcopy(model), copy.deepcopy(model)
     optimized = fxmem.optimize(copied, policy=[(lambda node: True, "recompute")], planner="chen", optimizer=None)
-    with pytest.warns(UserWarning, match="was planned as .* gradients are right, the peak may be above"):
+    with pytest.warns(UserWarning, match="was planned as .* re-runs follow it, the peak may be above"):
         output = optimized(x)
     assert same_bits(eager(x), output)
     output.sum().backward()
     eager(x).sum().backward()
     for expected, ours in zip(eager.parameters(), copied.parameters(), strict=True):
         assert same_bits(expected.grad, ours.grad)
+
+
+def test_what_is_written_in_part_after_a_layout_that_no_fake_foresaw() -> None:
+    class Written(nn.Module):
+        def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.first, self.second, self.view = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), view
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = turned(self.first(x))
+            self.view(y).mul_(2.0)
+            return F.linear(y, self.second.weight).exp().sin()
+
+    saved = ("turned", "mul_", "reshape")
+    policy = [(lambda node: any(name in node.name for name in saved), "save"), (lambda node: True, "recompute")]
+    x = torch.randn(3, WIDTH, WIDTH)
+    eager = Written(lambda y: y[:, 0, 0])
+    model = copy.deepcopy(eager)
+    with pytest.warns(UserWarning, match="re-runs follow it"):
+        fxmem.optimize(model, optimizer=None, policy=policy)(x).sum().backward()
+    eager(x).sum().backward()
+    for expected, ours in zip(eager.parameters(), model.parameters(), strict=True):
+        assert same_bits(expected.grad, ours.grad)
+    copied = Written(lambda y: y.reshape(3, WIDTH * WIDTH))
+    with (
+        pytest.warns(UserWarning, match="follow"),
+        pytest.raises(fxmem.PlanMismatchError, match="other memory than planned"),
+    ):
+        fxmem.optimize(copied, optimizer=None, policy=policy)(x)
+
+
+@torch.library.custom_op("fxmem_test::conjugated", mutates_args=())
+def conjugated(x: Tensor) -> Tensor:
+    return torch.mul(x, 2.0).conj()
+
+
+conjugated.register_fake(torch.empty_like)
+conjugated.register_autograd(lambda ctx, grad: grad.conj() * 2.0)
+
+
+def test_a_conjugate_that_its_fake_is_not_is_refused() -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return conjugated(torch.complex(x, x.sin())).mul(torch.complex(x.cos(), x)).abs().sin()
+
+    optimized = fxmem.optimize(Waves(), policy=[(lambda node: True, "recompute")], planner="chen", optimizer=None)
+    with pytest.raises(fxmem.PlanMismatchError, match="conjugate"):
+        optimized(torch.randn(3, WIDTH))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sparseadam"])
+def test_sparse_gradients_of_rows_of_one_element(optimizer: str) -> None:
+    class Ratings(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rating = nn.Embedding(7, 1, sparse=True)
+
+        def forward(self, i: Tensor) -> Tensor:
+            return self.rating(i).sin() + self.rating(i.flip(0)).cos()
+
+    report = fxmem.optimize(Ratings(), torch.tensor([1, 2, 5]), optimizer=optimizer).report
+    assert report.predicted_peak_bytes > 0
 
 
 def test_a_view_that_turns_out_a_copy_is_refused_before_the_backward() -> None:
