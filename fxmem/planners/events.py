@@ -21,6 +21,7 @@ class Events:
     """The last after which autograd releases it, if it saved it."""
 
 
+@lru_cache(maxsize=1)
 def events_of(tables: Tables) -> Events:
     """Return the events of all storages."""
     events = Events([0] * len(tables.nbytes), [0] * len(tables.nbytes), {}, {})

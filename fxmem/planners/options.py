@@ -47,30 +47,30 @@ class _Judge:
 
     def __init__(self, part: Part) -> None:
         self.part = part
-        self.options: dict[Limits, Option | None] = {}
-        """None: another one is better in all, or it reruns recipes again and again."""
-        self._found: list[tuple[float, int, int]] = []
-        """Seconds, kept bytes and peak of the options."""
+        self.judged: set[Limits] = set()
+        self._found: list[tuple[float, int, int, Option]] = []
+        """Options with their seconds, kept bytes and peak; not those that another one beats in all, nor those that rerun
+        recipes again and again."""
         self._forwards: dict[bytes, tuple[int, Mark]] = {}
         """The forward's peak and the state after it, by which storages are kept; when others are refilled is for later."""
 
     def judge(self, limits: Limits) -> None:
-        if limits not in self.options:
-            self.options[limits] = self._option(limits)
-
-    def _option(self, limits: Limits) -> Option | None:
+        """Run the part with ``limits``, as far as it is worth it."""
+        if limits in self.judged:
+            return
+        self.judged.add(limits)
         part, (forward_bytes, after_forward) = self.part, self._forward(limits)
         run, kept_bytes = Run(part.tables, limits, start=after_forward.copy()), after_forward.managed_bytes
         most_reruns = MOST_RERUNS * len(part.tables.inputs) + 20
+        peak_bytes = part_peak_bytes(part, forward_bytes, run.peak_bytes)
         for first in range(0, len(part.backward), ROWS_AT_ONCE):
             run.advance(part.backward[first : first + ROWS_AT_ONCE])
             seconds, peak_bytes = run.recompute_seconds, part_peak_bytes(part, forward_bytes, run.peak_bytes)
-            beaten = any(s < seconds and k <= kept_bytes and p <= peak_bytes for s, k, p in self._found)
+            beaten = any(s < seconds and k <= kept_bytes and p <= peak_bytes for s, k, p, _ in self._found)
             if beaten or run.num_recomputed > most_reruns:
-                return None
+                return
         option = Option(limits, forward_bytes, run.peak_bytes, kept_bytes, run.recompute_seconds)
-        self._found.append((option.seconds, kept_bytes, part_peak_bytes(part, forward_bytes, run.peak_bytes)))
-        return option
+        self._found.append((option.seconds, kept_bytes, peak_bytes, option))
 
     def _forward(self, limits: Limits) -> tuple[int, Mark]:
         kept = bytes([limit == KEEP for limit in limits])
@@ -82,13 +82,8 @@ class _Judge:
 
     def front(self) -> list[Option]:
         """Return the options that no other beats in peak, kept bytes and seconds at once."""
-        ranked = sorted(
-            (o.seconds, o.kept_bytes, part_peak_bytes(self.part, o.forward_bytes, o.backward_bytes), o.limits, o)
-            for o in self.options.values()
-            if o is not None
-        )
         front: list[tuple[int, Option]] = []
-        for _, kept_bytes, peak_bytes, _, option in ranked:
+        for _, kept_bytes, peak_bytes, option in sorted(self._found, key=lambda found: (*found[:3], found[3].limits)):
             if not any(p <= peak_bytes and o.kept_bytes <= kept_bytes for p, o in front):
                 front.append((peak_bytes, option))
         return [option for _, option in front]
@@ -109,7 +104,7 @@ def options_of(part: Part, *, num_trials: int) -> list[Option]:
         judge.judge(limits)
     front = judge.front()
     tried: set[Limits] = set()
-    while len(judge.options) < num_trials:
+    while len(judge.judged) < num_trials:
         fresh = [o for o in front if o.limits not in tried]
         if not fresh:
             break
@@ -117,7 +112,7 @@ def options_of(part: Part, *, num_trials: int) -> list[Option]:
             tried.add(option.limits)
             for limits in _neighbours(part, option.limits):
                 judge.judge(limits)
-            if len(judge.options) >= num_trials:
+            if len(judge.judged) >= num_trials:
                 break
         front = judge.front()
     return front
