@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from fxmem.autocast import Autocast
 from fxmem.capture import capture
 from fxmem.captured import Captured, Inputs
 from fxmem.pipeline import Settings, emit_within_budget, frontier_of, profile_model
-from fxmem.replay import Autocast
 from fxmem.step import TrainingStep, run_step
 from fxmem.track import StorageTracker, tensors_of
 from fxmem.verify import eager_peak_bytes

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fxmem.autocast import Autocast
 from fxmem.captured import Captured, Dims, Inputs, SizeGuards, source_of, with_unused_state
 from fxmem.effects import replaced
 from fxmem.errors import CaptureError, InputError, first_lines
@@ -42,7 +43,6 @@ from fxmem.fake import FakeWorld, attributes_restored, check_device, grouped_mat
 from fxmem.frozen import with_frozen_norms
 from fxmem.opaque import Opaque, kept_whole, opaque_call
 from fxmem.regions import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
-from fxmem.replay import Autocast
 from fxmem.structures import outputs_looked_into
 from fxmem.switches import NOTED, noted_in_nodes
 from fxmem.values import KnownValues, Read, answered, seeing_values

@@ -15,8 +15,8 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx.graph_module import _assign_attr
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from fxmem.autocast import Autocast
 from fxmem.errors import InputError
-from fxmem.replay import Autocast
 from fxmem.structures import flattened
 from fxmem.types import Source
 from fxmem.values import Read, all_hold

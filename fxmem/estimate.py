@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fxmem.autocast import Autocast
 from fxmem.batch import batch_dims, largest_batch, resized
 from fxmem.budget import parse_bytes
 from fxmem.capture import as_in_training, capture, fitting
@@ -24,7 +25,6 @@ from fxmem.effects import replaced
 from fxmem.errors import InputError, unit_of
 from fxmem.fake import FakeWorld
 from fxmem.pipeline import Settings, frontier_of, profile_as_captured, profile_model
-from fxmem.replay import Autocast
 from fxmem.simulate import keep_all, simulate
 from fxmem.step import LossFn, OptimizerLike, TrainingStep, check_step
 from fxmem.types import GraphProfile, Phase, Timeline

@@ -18,11 +18,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from fxmem.autocast import casts_kept
 from fxmem.captured import Captured, Inputs
 from fxmem.effects import OpLog, Place, PythonState, replaced
 from fxmem.errors import CaptureError, first_lines
 from fxmem.fake import FakeWorld, ScalarReads, attributes_restored
-from fxmem.replay import casts_kept
 from fxmem.structures import flattened
 from fxmem.switches import present
 from fxmem.values import seeing_values

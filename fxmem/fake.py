@@ -8,26 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any, cast
 
 import torch
 import torch._meta_registrations
-from torch._prims_common import (
-    make_channels_last_strides_for,
-    make_contiguous_strides_for,
-    suggest_memory_format,
-)
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from fxmem.effects import PythonState, replaced
 from fxmem.errors import InputError
+from fxmem.truer import TruerFakes
 
-aten = torch.ops.aten
 _meta: Any = torch._meta_registrations
 
 
@@ -190,201 +183,6 @@ def grouped_matmuls() -> Iterator[None]:
 
     with replaced(_meta, "_meta_grouped_mm_common", of_any_dtype):
         yield
-
-
-class TruerFakes(TorchDispatchMode):
-    """Corrects fake kernels whose outputs differ from the real kernel's, hence in bytes (observed with torch 2.13).
-
-    On CPU the norms take a reduced-precision input beside fp32 parameters; they then keep their statistics in fp32 and
-    return gradients in the input's dtype. The backward of layer_norm returns a contiguous gradient, whatever the
-    strides of its input; batch and group norm return what is contiguous or has channels last. Dimensions of one element
-    have the strides of real tensors, by which kernels choose. The offsets and sizes that embedding_bag saves may have
-    room for one element more. Some losses are reduced inside the buffer that held them for every element. Sparse tensors
-    keep their entries; coalescing is taken to merge none (the real kernel allocates as if it did not). A recurrent layer
-    of oneDNN has a workspace.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return _one(args[0].dtype)
-        if func in _SPARSE and args[_SPARSE[func][0]].layout == torch.sparse_coo:
-            kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
-            return _SPARSE[func][1](*args[:2], **kwargs)
-        output = func(*args, **(kwargs or {}))
-        if func in _FAST and 1 in output.shape and all(map(_strided, (output, *args[:2]))):
-            return _strided_as_real(output, func, args)
-        first_parameter = _NORMS.get(func)
-        if first_parameter is not None and args[0].device.type == "cpu":
-            parameters = [t for t in args[first_parameter : first_parameter + 2] if isinstance(t, torch.Tensor)]
-            mixed = any(t.dtype != args[0].dtype for t in parameters)
-            dtype = torch.float32 if mixed else args[0].dtype
-            normed = output[0]
-            if func is not aten.native_layer_norm.default:
-                batch_norm = func is aten.native_batch_norm.default
-                normed = _laid_out(normed, args[0], last=_is_last(args[0], or_contiguous=batch_norm))
-            return (normed, *(_as_dtype(t, dtype) for t in output[1:]))
-        if func in _NORMS_BACKWARD and output[0] is not None and args[0].device.type == "cpu":
-            gradient = _laid_out(output[0], args[1], last=_is_last(args[1]))
-            dtype = args[1].dtype if func is aten.native_group_norm_backward.default else gradient.dtype
-            return (_as_dtype(gradient, dtype), *output[1:])
-        if func is aten.native_layer_norm_backward.default and output[0] is not None:
-            return (_contiguous(output[0]), *output[1:])
-        if func in _REDUCED_IN_PLACE and output.dim() == 0 and args[0].device.type in _REDUCED_IN_PLACE[func]:
-            return output.new_empty(max(1, torch.broadcast_shapes(args[0].shape, args[1].shape).numel()))[0]
-        if func is aten.mkldnn_rnn_layer.default:
-            inputs = tuple([(a.shape, a.dtype) if isinstance(a, torch.Tensor) else None for a in args])
-            others = tuple([None if isinstance(a, torch.Tensor) else tuple(a) if type(a) is list else a for a in args])
-            return (*output[:3], output[3].new_empty(_workspace_bytes(inputs, others)))
-        if func is aten._embedding_bag.default and args[0].device.type == "cpu":
-            with_last = len(args) > 7 and args[7]
-            bags, sizes = (_with_room(output[1], output[1].numel() > 0), _with_room(output[2], with_last))
-            return (output[0], bags, sizes, output[3])
-        return output
-
-
-_REDUCED_IN_PLACE = {
-    aten.binary_cross_entropy.default: ("cpu",),
-    aten.soft_margin_loss.default: ("cpu",),
-    aten.mse_loss.default: ("cpu", "cuda"),
-    aten.smooth_l1_loss.default: ("cpu", "cuda"),
-}
-"""By loss, the types of devices whose kernels do so."""
-
-_NORMS = {
-    aten.native_batch_norm.default: 1,
-    aten.native_layer_norm.default: 2,
-    aten.native_group_norm.default: 1,
-}
-"""Forward norms and the place of their first affine parameter."""
-
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
-_FAST = _VIEWS | {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
-"""Ops whose fakes are made by code of their own, which gives dimensions of one element other strides."""
-
-_NORMS_BACKWARD = {aten.native_batch_norm_backward.default, aten.native_group_norm_backward.default}
-
-
-@cache
-def _workspace_bytes(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> int:
-    """Return what oneDNN keeps for the backward of a recurrent layer, of which only a run of it tells."""
-    with _disable_current_modes(), torch.enable_grad():  # there is none without
-        zeros = [None if like is None else torch.zeros(like[0], dtype=like[1]) for like in inputs]
-        args = [other if tensor is None else tensor for tensor, other in zip(zeros, others, strict=True)]
-        return int(aten.mkldnn_rnn_layer.default(*args)[3].nbytes)
-
-
-def _with_room(tensor: torch.Tensor, larger: bool) -> torch.Tensor:
-    """Return a vector like this one, with room for one element more if it is the larger one."""
-    return tensor.new_empty(tensor.numel() + 1)[:-1] if larger else tensor
-
-
-def _sparse_clone(tensor: torch.Tensor) -> torch.Tensor:
-    return _sparse(tensor, tensor._indices().clone(), tensor._values().clone())
-
-
-def _sparse_coalesce(tensor: torch.Tensor) -> torch.Tensor:
-    return _sparse(tensor, tensor._indices().clone(), tensor._values().clone(), coalesced=True)
-
-
-def _sparse_mask(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    values = tensor.new_empty(mask._values().shape)
-    return _sparse(mask, mask._indices().clone(), values, coalesced=mask.is_coalesced())
-
-
-def _sparse_add_(tensor: torch.Tensor, other: torch.Tensor, alpha: float = 1) -> torch.Tensor:
-    if other.layout != torch.sparse_coo:
-        return cast(torch.Tensor, aten.add_.Tensor(tensor, other, alpha=alpha))
-    indices = torch.cat([tensor._indices(), other._indices()], 1)
-    values = torch.cat([tensor._values(), other._values()])
-    return cast(torch.Tensor, aten.copy_sparse_to_sparse_(tensor, _sparse(tensor, indices, values)))
-
-
-_SPARSE: dict[Any, tuple[int, Any]] = {
-    aten.clone.default: (0, _sparse_clone),
-    aten._coalesce.default: (0, _sparse_coalesce),
-    aten.sparse_mask.default: (1, _sparse_mask),
-    aten.add_.Tensor: (0, _sparse_add_),
-}
-"""Ops whose fakes forget the entries of a sparse tensor: the place of the sparse argument, and what is right."""
-
-
-def _sparse(
-    like: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, *, coalesced: bool = False
-) -> torch.Tensor:
-    return cast(
-        torch.Tensor,
-        aten._sparse_coo_tensor_with_dims_and_tensors(
-            like.sparse_dim(),
-            like.dense_dim(),
-            like.size(),
-            indices,
-            values,
-            dtype=values.dtype,
-            layout=torch.sparse_coo,
-            device=like.device,
-            is_coalesced=coalesced,
-        ),
-    )
-
-
-def _one(dtype: torch.dtype) -> bool | int | float | complex:
-    """What a scalar read from a fake is taken to be."""
-    if dtype.is_complex:
-        return 1 + 0j
-    return 1.0 if dtype.is_floating_point else True if dtype == torch.bool else 1
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
-def _is_last(tensor: torch.Tensor, *, or_contiguous: bool = False) -> bool:
-    """True if the CPU's kernels of batch and group norm lay out with channels last what they make of ``tensor``.
-
-    ``or_contiguous``: as batch norm's forward does, also where only dimensions of one element hide that it is so.
-    """
-    if suggest_memory_format(tensor) in (torch.channels_last, torch.channels_last_3d):
-        return True
-    if not or_contiguous or tensor.dim() not in (4, 5) or tensor.is_contiguous():
-        return False
-    return tensor.is_contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
-
-
-def _laid_out(fake: torch.Tensor, given: torch.Tensor, *, last: bool) -> torch.Tensor:
-    """Return a fake of the shape of ``given`` that is contiguous, or has channels last."""
-    stride = (make_channels_last_strides_for if last else make_contiguous_strides_for)(given.shape)
-    return fake if fake.stride() == stride else fake.new_empty_strided(given.shape, stride)
-
-
-def _strided_as_real(fake: torch.Tensor, func: Any, args: Any) -> torch.Tensor:
-    """Return ``fake``, what ``func`` returned, with the strides that it has of real tensors."""
-    with _disable_current_modes():
-        if func in _VIEWS:
-            stride = _on_meta(args[0]).view(args[1]).stride()
-        else:
-            stride = torch.add(*map(_on_meta, args[:2])).stride()
-    if fake.stride() == stride:
-        return fake
-    if func in _VIEWS:
-        return cast(torch.Tensor, args[0].as_strided(fake.shape, stride, args[0].storage_offset()))
-    return fake.new_empty_strided(fake.shape, stride)
-
-
-def _strided(operand: Any) -> bool:
-    return not isinstance(operand, torch.Tensor) or operand.layout is torch.strided
-
-
-def _on_meta(operand: Any) -> torch.Tensor:
-    """Return a tensor that lies as ``operand`` does; of a number, one without dimensions."""
-    if isinstance(operand, torch.Tensor):
-        return torch.empty_strided(operand.shape, operand.stride(), device="meta")
-    return torch.empty((), device="meta")
-
-
-def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    if tensor is None or tensor.dtype == dtype:
-        return tensor
-    return torch.empty_like(tensor, dtype=dtype)
 
 
 class ScalarReads(TorchFunctionMode):

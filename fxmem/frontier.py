@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxmem.autocast import Autocast
 from fxmem.capture import as_in_training, capture
 from fxmem.captured import Inputs
 from fxmem.errors import InputError
@@ -16,7 +17,6 @@ from fxmem.pipeline import Settings, frontier_of, profile_model
 from fxmem.planners import PLANNERS
 from fxmem.planners.gap import with_bounds
 from fxmem.policy import Rule, check_policy
-from fxmem.replay import Autocast
 from fxmem.report.plots import plot_frontier
 from fxmem.step import OptimizerLike, TrainingStep, check_step
 from fxmem.timing import COSTS, preset_of

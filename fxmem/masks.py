@@ -22,13 +22,15 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fxmem.autocast import Autocast
 from fxmem.bindings import callable_of
 from fxmem.captured import Captured, with_unused_state
 from fxmem.fake import FakeWorld, made_outside
 from fxmem.profile import Profiled
 from fxmem.regions import Region, Scoped, op_of, region_of
-from fxmem.replay import Autocast, View, in_batched_backward
+from fxmem.replay import in_batched_backward
 from fxmem.types import NodeProfile
+from fxmem.views import View
 
 aten = torch.ops.aten
 Target = Callable[..., Any]

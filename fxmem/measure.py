@@ -1,8 +1,9 @@
 """Seconds per node, measured on the device the model will train on.
 
 In: a :class:`Profiled`. Out: the same with measured times: every op that may be recomputed runs alone on tensors of the
-recorded geometry, forward and backward, each op and geometry once, warm, median of a few runs, with caches emptied in
-between since what a step recomputes was last touched long ago. What is not measured (ops that never run again, what
+recorded geometry, each op and geometry once, warm, median of a few runs, with caches emptied in between since what a step
+recomputes was last touched long ago. No plan runs a backward again, so one is measured for each op only, on the geometry
+that weighs most; on others it takes as many times their forward. What is not measured (ops that never run again, what
 has no room in the time or the memory, what fails on made-up values) has its roofline time scaled by the median of
 measured over roofline, of its op if any was measured. On CPU a recipe costs :data:`TAPE_SECONDS` more: there the tape's
 own Python adds to the step, while a GPU works on meanwhile. Times, and what was not to be measured, are remembered and
@@ -25,18 +26,21 @@ from typing import Any, NamedTuple
 import torch
 
 from fxmem import cache as disk
+from fxmem.autocast import Autocast, autocast_as_in_forward
 from fxmem.profile import NodeTimer, Profiled
 from fxmem.regions import Scoped
-from fxmem.replay import Autocast, NodeReplay, SavedInRerun, View, autocast_as_in_forward, leaves_of
+from fxmem.replay import NodeReplay, SavedInRerun, leaves_of
 from fxmem.types import GraphProfile, NodeProfile
+from fxmem.views import View
 
 KIND = "times"
 MOST_RUNS = 5
 """Of which the median is taken, after a first one."""
-MOST_SECONDS = 2.0
+MOST_SECONDS = 1.5
 """Of measuring in all."""
-LONG_SECONDS = 0.01
-"""An op that takes longer is run once more only; shorter ones the oftener, the shorter they are."""
+LONG_SECONDS = 0.02
+"""An op that takes longer is run once only, as what a first run has to set up is little beside it; shorter ones the
+oftener, the shorter they are."""
 MOST_SHARE = 0.5
 """Of the free memory that one op's tensors may take."""
 TAPE_SECONDS = 150e-6
@@ -52,7 +56,8 @@ class Seconds(NamedTuple):
     """Of one op."""
 
     forward: float
-    backward: float
+    backward: float | None
+    """None: it was not measured."""
 
 
 def may_measure() -> bool:
@@ -98,11 +103,15 @@ def with_times_like(
 
 def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
     graph = profiled.profile
-    scale = _scales(graph.nodes, measured)
-    filled = [measured.get(node.index) or _scaled(node, scale(node.op)) for node in graph.nodes]
+    scale, backward_share = _scales(graph.nodes, measured), _backward_shares(graph.nodes, measured)
+    forward, backward_seconds = [], 0.0
+    for node in graph.nodes:
+        seconds = measured.get(node.index) or Seconds(scale(node.op) * node.seconds, None)
+        forward.append(seconds.forward)
+        own = seconds.backward
+        backward_seconds += backward_share(node.op) * seconds.forward if own is None else own
     on_cpu = all(device.type == "cpu" for device in profiled.devices)
-    forward, backward = [s.forward for s in filled], sum(s.backward for s in filled)
-    return _timed(profiled, forward, backward, TAPE_SECONDS if on_cpu else 0.0)
+    return _timed(profiled, forward, backward_seconds, TAPE_SECONDS if on_cpu else 0.0)
 
 
 def _timed(profiled: Profiled, forward: list[float], backward_seconds: float, tape_seconds: float) -> Profiled:
@@ -130,8 +139,13 @@ def _scales(nodes: tuple[NodeProfile, ...], measured: dict[int, Seconds]) -> Cal
     return lambda op: statistics.median(ratios[op]) if op in ratios else overall
 
 
-def _scaled(node: NodeProfile, scale: float) -> Seconds:
-    return Seconds(scale * node.seconds, 2 * scale * node.seconds)
+def _backward_shares(nodes: tuple[NodeProfile, ...], measured: dict[int, Seconds]) -> Callable[[str], float]:
+    """Return the function from an op to how many times its forward its backward takes; 2 where none was measured."""
+    shares: dict[str, float] = {}
+    for k, (forward, backward) in measured.items():
+        if backward is not None and forward > 0.0:
+            shares[nodes[k].op] = backward / forward
+    return lambda op: shares.get(op, 2.0)
 
 
 # -- what to measure, and what is known -----------------------------------------------------------------------------------
@@ -145,6 +159,8 @@ class _Job(NamedTuple):
     autocast: Autocast | None
     roofline_seconds: float
     """Of all nodes that run it, one run each."""
+    heaviest: bool = False
+    """Whether no geometry of its op weighs more."""
 
 
 def _measure_all(profiled: Profiled, device: torch.device, *, cache: bool) -> dict[int, Seconds]:
@@ -159,7 +175,7 @@ def _measure_all(profiled: Profiled, device: torch.device, *, cache: bool) -> di
         for job in _jobs(profiled, names):
             if job.name not in known:
                 in_time = time.monotonic() + _expected_seconds(job, profiled) < end
-                known[job.name] = _measure(job.node, device, job.autocast) if in_time else None
+                known[job.name] = _measure(job, device) if in_time else None
     if cache and len(known) > num_known:
         disk.write(KIND, key, json.dumps(_load(key) | known))
     return {k: seconds for k, name in names.items() if (seconds := known.get(name)) is not None}
@@ -182,20 +198,24 @@ def _jobs(profiled: Profiled, names: dict[int, str]) -> Iterator[_Job]:
     for job in sorted(jobs.values(), key=lambda job: -job.roofline_seconds):
         by_op.setdefault(str(job.node.target), []).append(job)
     for rank in range(max(map(len, by_op.values()), default=0)):
-        yield from (of_op[rank] for of_op in by_op.values() if rank < len(of_op))
+        yield from (of_op[rank]._replace(heaviest=rank == 0) for of_op in by_op.values() if rank < len(of_op))
 
 
 def _expected_seconds(job: _Job, profiled: Profiled) -> float:
-    """Return about how long measuring takes: two runs of a forward and a backward, half as fast as the roofline."""
-    return 2 * 2 * 3 * profiled.profile.nodes[job.node.index].seconds
+    """Return about how long measuring takes: one or two forwards and a backward, half as fast as the roofline."""
+    return 2 * (4 if job.heaviest else 1) * profiled.profile.nodes[job.node.index].seconds
 
 
 def _load(key: str) -> dict[str, Seconds | None]:
     try:
         known = json.loads(disk.read(KIND, key) or "{}")
-        return {str(name): None if pair is None else Seconds(*map(float, pair)) for name, pair in known.items()}
+        return {str(name): None if pair is None else _seconds_of(*pair) for name, pair in known.items()}
     except (ValueError, TypeError, AttributeError):
         return {}
+
+
+def _seconds_of(forward: Any, backward: Any) -> Seconds:
+    return Seconds(float(forward), None if backward is None else float(backward))
 
 
 def _device_name(device: torch.device) -> str:
@@ -222,8 +242,9 @@ def _target_name(target: Callable[..., Any]) -> str:
 # -- one op ---------------------------------------------------------------------------------------------------------------
 
 
-def _measure(node: NodeReplay, device: torch.device, autocast: Autocast | None) -> Seconds | None:
-    """Return the median times of ``node``; None if it does not run on made-up values or has no room."""
+def _measure(job: _Job, device: torch.device) -> Seconds | None:
+    """Return the median times of ``job``; None if it does not run on made-up values or has no room."""
+    node, autocast = job.node, job.autocast
     needed_bytes = 4 * sum(_num_elements(view) * view.dtype.itemsize for _, view in node.refs)
     if needed_bytes > MOST_SHARE * _free_bytes(device):
         return None
@@ -232,8 +253,8 @@ def _measure(node: NodeReplay, device: torch.device, autocast: Autocast | None) 
         saved = SavedInRerun()
         with torch.enable_grad(), saved.hooks(), autocast_as_in_forward(autocast, (device,)):
             forward = _median_seconds(lambda: node.run(dict(bases), saved), device)
-        if node.writes:  # its argument is its output: no gradient can be asked for
-            return Seconds(forward, 2 * forward)
+        if node.writes or not job.heaviest:  # what it writes is its output: no gradient can be asked for
+            return Seconds(forward, None)
         return Seconds(forward, _backward_seconds(node, bases, device, autocast))
     except Exception:  # whatever an op may say of made-up values: its roofline time stands
         return None
@@ -279,8 +300,9 @@ def _free_bytes(device: torch.device) -> int:
 
 def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
     evicting = torch.zeros(EVICTING_BYTES[device.type], dtype=torch.uint8, device=device)
-    num_runs = 1 + min(MOST_RUNS - 1, int(LONG_SECONDS / max(1e-9, _seconds(run, evicting))))
-    return statistics.median(_seconds(run, evicting) for _ in range(num_runs))
+    first = _seconds(run, evicting)
+    num_runs = min(MOST_RUNS, int(LONG_SECONDS / max(1e-9, first)))
+    return statistics.median(_seconds(run, evicting) for _ in range(num_runs)) if num_runs else first
 
 
 def _seconds(run: Callable[[], object], evicting: torch.Tensor) -> float:

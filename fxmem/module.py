@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fxmem.autocast import Autocast
 from fxmem.batch import largest_batch, resized, varying_dims, without_values
 from fxmem.budget import parse_budget
 from fxmem.capture import as_in_training, capture, fitting
@@ -28,7 +29,6 @@ from fxmem.parts import capture_or_advise
 from fxmem.pipeline import Compiled, Settings, compile_model, frontier_of, profile_model
 from fxmem.planners import PLANNERS
 from fxmem.policy import Rule, check_policy
-from fxmem.replay import Autocast
 from fxmem.report import Report
 from fxmem.signature import REGISTRIES, ModelStates, arguments_of, constants_of
 from fxmem.sizes import Planned

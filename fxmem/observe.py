@@ -23,10 +23,10 @@ from fxmem.captured import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld, ScalarReads
 from fxmem.regions import op_of
-from fxmem.replay import View
 from fxmem.step import Gradients, TrainingStep, default_loss, gradients_of, run_step, warm_fake_step
 from fxmem.track import StorageTracker, has_storage, parts_of, tensors_of
 from fxmem.types import Phase, StaticBytes
+from fxmem.views import View
 
 
 class Event(NamedTuple):

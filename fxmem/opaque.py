@@ -31,8 +31,8 @@ from torch.utils.hooks import BackwardHook
 
 from fxmem.effects import replaced
 from fxmem.errors import CaptureError
-from fxmem.fake import TruerFakes
 from fxmem.structures import holds_tensors
+from fxmem.truer import TruerFakes
 
 
 class Opaque:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from fxmem.autocast import Autocast
 from fxmem.capture import capture, quiet
 from fxmem.captured import Captured, Inputs
 from fxmem.errors import CaptureError, FxMemError
 from fxmem.fake import FakeWorld, ScalarReads
-from fxmem.replay import Autocast
 
 MOST_PARTS = 3
 """As many are named."""

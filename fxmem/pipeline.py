@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import fx
 
+from fxmem.autocast import Autocast, autocast_as_in_forward, casts_kept
 from fxmem.batch import without_values
 from fxmem.capture import as_in_training, capture
 from fxmem.captured import Captured, Inputs
@@ -28,7 +29,6 @@ from fxmem.planners import PLANNERS, cheapest_within, pareto, stored
 from fxmem.planners.gap import lower_bound
 from fxmem.policy import Rule, constrain, enforce, matches
 from fxmem.profile import Profiled, profile
-from fxmem.replay import Autocast, autocast_as_in_forward, casts_kept
 from fxmem.report import Report, build_report
 from fxmem.report.text import place_of_tick
 from fxmem.rewrite import rewrite

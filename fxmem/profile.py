@@ -16,17 +16,19 @@ from typing import NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fxmem.autocast import autocast_as_in_forward
 from fxmem.bindings import callable_of
 from fxmem.captured import Captured, Inputs, source_of
 from fxmem.errors import PlanMismatchError
 from fxmem.fake import FakeWorld
 from fxmem.observe import NodeObservation, Observation, observe
 from fxmem.regions import op_of, op_text
-from fxmem.replay import NodeReplay, Replay, SavedInRerun, View, autocast_as_in_forward
+from fxmem.replay import NodeReplay, Replay, SavedInRerun
 from fxmem.step import BARE, Gradients, TrainingStep, usual_gradients
 from fxmem.ticks import managed_storages, ticks_of
 from fxmem.track import StorageTracker
 from fxmem.types import GraphProfile, InplaceDecision, NodeProfile, Recipe, Storage
+from fxmem.views import View
 
 aten = torch.ops.aten
 

@@ -32,24 +32,19 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from fxmem.autocast import Autocast, autocast_as_in_forward
 from fxmem.errors import PlanMismatchError, SavedTensorModifiedError
 from fxmem.replay import (
-    Autocast,
     RandomStates,
     Replay,
     SavedInRerun,
-    View,
-    Views,
-    autocast_as_in_forward,
     in_batched_backward,
-    layout_error,
-    layout_message,
     leaves_of,
-    memory_error,
     outside_of_batch,
     stash_random_states,
 )
 from fxmem.switches import present, under
+from fxmem.views import View, Views, layout_error, layout_message, memory_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +203,8 @@ class Tape:
         else:
             output = target(*args, **kwargs)
         leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
-        for place, view in node.outputs:
-            if self._relaid or not view.same_layout(leaves[place]):
-                self._relay(node, place, view, leaves[place], leaves_of((args, kwargs)))
+        if self._relaid or not all(view.same_layout(leaves[place]) for place, view in node.outputs):
+            self._relay(node, leaves, leaves_of((args, kwargs)))
         for from_outputs, place, storage in node.holds:
             source = leaves if from_outputs else leaves_of((args, kwargs))
             self._slot(storage).fill(source[place].detach())
@@ -229,24 +223,29 @@ class Tape:
         actual = view._replace(stride=tensor.stride(), offset=int(tensor.storage_offset()))
         self._views.setdefault(node.index, {})[key] = actual
 
-    def _relay(self, node: NodeTape, place: int, view: View, output: torch.Tensor, argument_leaves: list[Any]) -> None:
-        """Note an output that lies otherwise than planned, and go on (NOTE [Who owns what on the tape], rule 5)."""
-        if not view.is_alike(output):
-            raise layout_error(node.name, view, output)
-        given = {v.storage: argument_leaves[p].untyped_storage()._cdata for p, v in node.arguments}
-        key, planned_key = output.untyped_storage()._cdata, given.get(view.storage)
-        if key != planned_key if planned_key is not None else key in given.values():
-            raise memory_error(node.name)
-        if planned_key is None and not view.fills_as(output):
-            raise layout_error(node.name, view, output)
-        if not view.same_layout(output):
-            if not self._relaid:
-                warnings.warn(
-                    f"{layout_message(node.name, view, output)}: re-runs follow it, the peak may be above the budget",
-                    stacklevel=2,
-                )
-            self._relaid[view.storage] = key
-            self._note_view(node, ~place, view, output)
+    def _relay(self, node: NodeTape, leaves: list[Any], argument_leaves: list[Any]) -> None:
+        """Note outputs that lie otherwise than planned, and go on (NOTE [Who owns what on the tape], rule 5)."""
+        given = {view.storage: argument_leaves[place].untyped_storage()._cdata for place, view in node.arguments}
+        for place, view in node.outputs:
+            output = leaves[place]
+            if not view.is_alike(output):
+                raise layout_error(node.name, view, output)
+            key, is_view = output.untyped_storage()._cdata, view.storage in given
+            if (is_view and key != given[view.storage]) or (not is_view and key in given.values()):
+                raise memory_error(node.name)
+            if not (is_view or view.fills_as(output)):
+                raise layout_error(node.name, view, output)
+            if not view.same_layout(output):
+                self._note_output(node, place, view, output)
+
+    def _note_output(self, node: NodeTape, place: int, view: View, output: torch.Tensor) -> None:
+        if not self._relaid:
+            warnings.warn(
+                f"{layout_message(node.name, view, output)}: re-runs follow it, the peak may be above the budget",
+                stacklevel=2,
+            )
+        self._relaid[view.storage] = output.untyped_storage()._cdata
+        self._note_view(node, ~place, view, output)
 
     def _run_hooked(
         self, node: NodeTape, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

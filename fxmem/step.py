@@ -28,9 +28,9 @@ import torch
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.utils._pytree import tree_leaves
 
+from fxmem.autocast import Autocast, casts_kept
 from fxmem.errors import InputError, first_lines
 from fxmem.fake import ScalarReads
-from fxmem.replay import Autocast, casts_kept
 from fxmem.types import Phase
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from fxmem.autocast import Autocast
 from fxmem.capture import capture
 from fxmem.captured import Captured, Inputs
 from fxmem.masks import with_byte_masks
 from fxmem.planners import PLANNERS
 from fxmem.profile import Profiled, profile
-from fxmem.replay import Autocast
 from fxmem.rewrite import rewrite
 from fxmem.simulate import drop_all, keep_all, simulate
 from fxmem.step import TrainingStep, default_loss, run_step

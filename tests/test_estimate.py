@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
+from fxmem.autocast import Autocast
 from fxmem.batch import largest_batch
 from fxmem.capture import capture
 from fxmem.captured import Inputs
 from fxmem.observe import observe
 from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.profile import Profiled, profile
-from fxmem.replay import Autocast
 from fxmem.rewrite import rewrite
 from fxmem.simulate import keep_all, simulate
 from fxmem.step import Gradients, TrainingStep, run_step

@@ -266,6 +266,20 @@ def test_the_floor_is_that_of_a_training_call_wherever_it_is_asked_for(context: 
         assert optimized.report.floor_bytes == expected
 
 
+def test_the_floor_of_a_call_in_an_autocast_region_is_that_of_a_budget_too_small() -> None:
+    def call(budget: int) -> fxmem.OptimizedModule:
+        optimized = fxmem.optimize(network(), budget=budget, optimizer=None, planner="chen")
+        with torch.autocast("cpu", torch.bfloat16):
+            optimized(torch.randn(ROWS, WIDTH))
+        return optimized
+
+    floor = call(1 << 30).report.floor_bytes
+    assert call(floor).report.predicted_peak_bytes == floor
+    with pytest.raises(fxmem.InfeasibleBudgetError) as caught:
+        call(floor - 1)
+    assert caught.value.least_bytes == floor
+
+
 def test_an_argument_that_a_forward_changes_is_named() -> None:
     class Remembering(Extras):
         def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:  # type: ignore[override]

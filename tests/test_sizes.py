@@ -206,6 +206,20 @@ def test_no_batch_is_held_once_its_step_is_over(share: float) -> None:
         assert held() is None
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
+    optimized = fxmem.optimize(Texts(), planner="mincut", optimizer=None)
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        optimized(texts(8))
+        with pytest.raises(fxmem.InputError):
+            optimized(torch.zeros(2))
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
 def test_times_of_another_size_are_scaled_as_measured_ones_were() -> None:
     model, timer = Texts().train(), PRESETS["cpu"].seconds
     small, large = (Inputs.of((texts(length),), {}) for length in (16, 32))

@@ -1,0 +1,70 @@
+"""The state of autocast: that which a graph was planned in, entered again where it re-runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast state a graph runs under."""
+
+    device_type: str
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(device_type: str, dtype: torch.dtype | None = None) -> Autocast | None:
+        """Return the region of ``dtype``; None: the one there is around the call, if there is any."""
+        if dtype is None and torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        return None if dtype is None else Autocast(device_type, dtype)
+
+    def enter(self) -> torch.autocast:
+        return torch.autocast(self.device_type, self.dtype)
+
+
+_NOTHING = nullcontext()
+
+
+def autocast_as_in_forward(
+    autocast: Autocast | None, devices: Sequence[torch.device], *, regions_inside: bool = False
+) -> AbstractContextManager[object]:
+    """Return a context in which autocast is as in the forward, without its cache, which it leaves alone.
+
+    A backward may run inside the user's autocast region; a graph planned without autocast re-runs without.
+    ``regions_inside``: some ops enter regions of their own.
+    """
+    in_region: bool = torch._C._is_any_autocast_enabled()
+    enabled = {device.type for device in devices if torch.is_autocast_enabled(device.type)} if in_region else set()
+    if autocast is None and not enabled and not regions_inside:
+        return _NOTHING
+    return _as_in_forward(autocast, enabled)
+
+
+@contextmanager
+def _as_in_forward(autocast: Autocast | None, enabled: set[str]) -> Iterator[None]:
+    torch.autocast_increment_nesting()  # no region inside is the outermost then, which would clear the cache
+    try:
+        with casts_kept(False), ExitStack() as stack:
+            for device_type in enabled:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            if autocast is not None:
+                stack.enter_context(autocast.enter())
+            yield
+    finally:
+        torch.autocast_decrement_nesting()
+
+
+@contextmanager
+def casts_kept(kept: bool) -> Iterator[None]:
+    """Switch autocast's cache on or off in the body; regions inside that do not say otherwise follow."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(kept)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

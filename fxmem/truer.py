@@ -1,0 +1,265 @@
+"""Fake kernels made true: the ops whose fakes differ from what the real kernels return.
+
+In: an op, its arguments, and what its fake returned. Out: a fake with the bytes, dtypes and strides of the real one
+(observed with torch 2.13): bytes are what is planned, and by strides the kernels after it choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch._prims_common import (
+    make_channels_last_strides_for,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+aten = torch.ops.aten
+
+
+class TruerFakes(TorchDispatchMode):
+    """Corrects what fake kernels return.
+
+    Scalars read as 1. Sparse tensors keep their entries; sums and coalescing are taken to merge none, as many as there
+    may be. The rest stands beside the functions of :data:`_TRUER`.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _one(args[0].dtype)
+        if func in _SPARSE and args[_SPARSE[func][0]].layout == torch.sparse_coo:
+            kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
+            return _SPARSE[func][1](*args[:2], **kwargs)
+        output = func(*args, **(kwargs or {}))
+        return _TRUER[func](output, args) if func in _TRUER else output
+
+
+# -- ops whose fakes differ in what they return: each correction takes the fake's output and the op's arguments -----------
+
+
+def _viewed(output: torch.Tensor, args: Any) -> torch.Tensor:
+    """The fake of a view is made by code of its own, which gives dimensions of one element other strides."""
+    given, shape = args
+    if 1 not in output.shape or given.layout is not torch.strided:
+        return output
+    with _disable_current_modes():
+        stride = _on_meta(given).view(shape).stride()
+    if output.stride() == stride:
+        return output
+    return cast(torch.Tensor, given.as_strided(output.shape, stride, given.storage_offset()))
+
+
+def _computed(output: torch.Tensor, args: Any) -> torch.Tensor:
+    """As :func:`_viewed`, of an op on two operands, tensors or numbers."""
+    operands = [t for t in args[:2] if isinstance(t, torch.Tensor)]
+    if 1 not in output.shape or any(t.layout is not torch.strided for t in (output, *operands)):
+        return output
+    alike = [t for t in operands if t.shape == output.shape and t.is_contiguous()]
+    if len(alike) == 2:  # a shortcut that meta tensors do not take
+        return _laid_out(output, output, last=False)
+    with _disable_current_modes():
+        stride = torch.add(*[_on_meta(operand) for operand in args[:2]]).stride()
+    return output if output.stride() == stride else output.new_empty_strided(output.shape, stride)
+
+
+def _on_meta(operand: Any) -> torch.Tensor:
+    """Return a tensor that lies as ``operand`` does; of a number, one without dimensions."""
+    if isinstance(operand, torch.Tensor):
+        return torch.empty_strided(operand.shape, operand.stride(), device="meta")
+    return torch.empty((), device="meta")
+
+
+def _batch_normed(output: Any, args: Any) -> Any:
+    """On the CPU, channels are last also where only dimensions of one element hide that they are so in the input."""
+    if args[0].device.type != "cpu":
+        return output
+    last = _is_last(args[0])
+    if args[0].dim() in (4, 5) and not args[0].is_contiguous():
+        last = last or args[0].is_contiguous(memory_format=_LAST[args[0].dim()])
+    return (_laid_out(output[0], args[0], last=last), *_statistics(output[1:], args[0], args[1:3]))
+
+
+def _group_normed(output: Any, args: Any) -> Any:
+    if args[0].device.type != "cpu":
+        return output
+    return (_laid_out(output[0], args[0], last=_is_last(args[0])), *_statistics(output[1:], args[0], args[1:3]))
+
+
+def _layer_normed(output: Any, args: Any) -> Any:
+    """The result is contiguous, and so is the gradient, whatever the strides of the input."""
+    normed, *statistics = output
+    if args[0].device.type == "cpu":
+        statistics = _statistics(statistics, args[0], args[2:4])
+    return (_laid_out(normed, normed, last=False), *statistics)
+
+
+def _statistics(fakes: Any, given: torch.Tensor, parameters: Any) -> list[Any]:
+    """Beside parameters of another dtype than ``given`` the CPU's kernels keep them in fp32."""
+    mixed = any(isinstance(t, torch.Tensor) and t.dtype != given.dtype for t in parameters)
+    return [_as_dtype(fake, torch.float32 if mixed else given.dtype) for fake in fakes]
+
+
+def _batch_norm_backward(output: Any, args: Any) -> Any:
+    if output[0] is None or args[0].device.type != "cpu":
+        return output
+    return (_laid_out(output[0], args[1], last=_is_last(args[1])), *output[1:])
+
+
+def _group_norm_backward(output: Any, args: Any) -> Any:
+    gradient, *others = _batch_norm_backward(output, args)
+    return (gradient if args[0].device.type != "cpu" else _as_dtype(gradient, args[1].dtype), *others)
+
+
+def _layer_norm_backward(output: Any, args: Any) -> Any:
+    gradient, *others = output
+    return output if gradient is None else (_laid_out(gradient, gradient, last=False), *others)
+
+
+def _reduced_in_place(output: torch.Tensor, args: Any) -> torch.Tensor:
+    """The loss is reduced inside the buffer that held it for every element."""
+    if output.dim() > 0:
+        return output
+    return output.new_empty(max(1, torch.broadcast_shapes(args[0].shape, args[1].shape).numel()))[0]
+
+
+def _reduced_in_place_on_cpu(output: torch.Tensor, args: Any) -> torch.Tensor:
+    return _reduced_in_place(output, args) if args[0].device.type == "cpu" else output
+
+
+def _recurrent(output: Any, args: Any) -> Any:
+    """A recurrent layer of oneDNN has a workspace."""
+    inputs = tuple([(a.shape, a.dtype) if isinstance(a, torch.Tensor) else None for a in args])
+    others = tuple([None if isinstance(a, torch.Tensor) else tuple(a) if type(a) is list else a for a in args])
+    return (*output[:3], output[3].new_empty(_workspace_bytes(inputs, others)))
+
+
+def _embedded_bags(output: Any, args: Any) -> Any:
+    """What offsets and sizes are saved on the CPU may have room for one element more."""
+    if args[0].device.type != "cpu":
+        return output
+    with_last = len(args) > 7 and args[7]
+    bags, sizes = (_with_room(output[1], output[1].numel() > 0), _with_room(output[2], with_last))
+    return (output[0], bags, sizes, output[3])
+
+
+_TRUER: dict[Any, Callable[[Any, Any], Any]] = {
+    aten.view.default: _viewed,
+    aten._unsafe_view.default: _viewed,
+    aten.add.Tensor: _computed,
+    aten.sub.Tensor: _computed,
+    aten.mul.Tensor: _computed,
+    aten.div.Tensor: _computed,
+    aten.native_batch_norm.default: _batch_normed,
+    aten.native_group_norm.default: _group_normed,
+    aten.native_layer_norm.default: _layer_normed,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.binary_cross_entropy.default: _reduced_in_place_on_cpu,
+    aten.soft_margin_loss.default: _reduced_in_place_on_cpu,
+    aten.mse_loss.default: _reduced_in_place,
+    aten.smooth_l1_loss.default: _reduced_in_place,
+    aten.mkldnn_rnn_layer.default: _recurrent,
+    aten._embedding_bag.default: _embedded_bags,
+}
+
+
+@cache
+def _workspace_bytes(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> int:
+    """Return what oneDNN keeps for the backward of a recurrent layer, of which only a run of it tells."""
+    with _disable_current_modes(), torch.enable_grad():  # there is none without
+        zeros = [None if like is None else torch.zeros(like[0], dtype=like[1]) for like in inputs]
+        args = [other if tensor is None else tensor for tensor, other in zip(zeros, others, strict=True)]
+        return int(aten.mkldnn_rnn_layer.default(*args)[3].nbytes)
+
+
+def _with_room(tensor: torch.Tensor, larger: bool) -> torch.Tensor:
+    """Return a vector like this one, with room for one element more if it is the larger one."""
+    return tensor.new_empty(tensor.numel() + 1)[:-1] if larger else tensor
+
+
+def _sparse_clone(tensor: torch.Tensor) -> torch.Tensor:
+    return _sparse(tensor, tensor._indices().clone(), tensor._values().clone())
+
+
+def _sparse_coalesce(tensor: torch.Tensor) -> torch.Tensor:
+    return _sparse(tensor, tensor._indices().clone(), tensor._values().clone(), coalesced=True)
+
+
+def _sparse_mask(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    values = tensor.new_empty(mask._values().shape)
+    return _sparse(mask, mask._indices().clone(), values, coalesced=mask.is_coalesced())
+
+
+def _sparse_add(tensor: torch.Tensor, other: torch.Tensor, alpha: float = 1) -> torch.Tensor:
+    if other.layout != torch.sparse_coo:
+        return cast(torch.Tensor, aten.add.Tensor(tensor, other, alpha=alpha))
+    indices = torch.cat([tensor._indices(), other._indices()], 1)
+    return _sparse(tensor, indices, torch.cat([tensor._values(), other._values()]))
+
+
+def _sparse_add_(tensor: torch.Tensor, other: torch.Tensor, alpha: float = 1) -> torch.Tensor:
+    if other.layout != torch.sparse_coo:
+        return cast(torch.Tensor, aten.add_.Tensor(tensor, other, alpha=alpha))
+    return cast(torch.Tensor, aten.copy_sparse_to_sparse_(tensor, _sparse_add(tensor, other)))
+
+
+_SPARSE: dict[Any, tuple[int, Any]] = {
+    aten.clone.default: (0, _sparse_clone),
+    aten._coalesce.default: (0, _sparse_coalesce),
+    aten.sparse_mask.default: (1, _sparse_mask),
+    aten.add.Tensor: (0, _sparse_add),
+    aten.add_.Tensor: (0, _sparse_add_),
+}
+"""Ops whose fakes forget the entries of a sparse tensor: the place of the sparse argument, and what is right."""
+
+
+def _sparse(
+    like: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, *, coalesced: bool = False
+) -> torch.Tensor:
+    return cast(
+        torch.Tensor,
+        aten._sparse_coo_tensor_with_dims_and_tensors(
+            like.sparse_dim(),
+            like.dense_dim(),
+            like.size(),
+            indices,
+            values,
+            dtype=values.dtype,
+            layout=torch.sparse_coo,
+            device=like.device,
+            is_coalesced=coalesced,
+        ),
+    )
+
+
+def _one(dtype: torch.dtype) -> bool | int | float | complex:
+    """What a scalar read from a fake is taken to be."""
+    if dtype.is_complex:
+        return 1 + 0j
+    return 1.0 if dtype.is_floating_point else True if dtype == torch.bool else 1
+
+
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _is_last(tensor: torch.Tensor) -> bool:
+    """True if channels are last in ``tensor`` for most kernels."""
+    return suggest_memory_format(tensor) in _LAST.values()
+
+
+def _laid_out(fake: torch.Tensor, given: torch.Tensor, *, last: bool) -> torch.Tensor:
+    """Return a fake of the shape of ``given`` that is contiguous, or has channels last."""
+    stride = (make_channels_last_strides_for if last else make_contiguous_strides_for)(given.shape)
+    return fake if fake.stride() == stride else fake.new_empty_strided(given.shape, stride)
+
+
+def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if tensor is None or tensor.dtype == dtype:
+        return tensor
+    return torch.empty_like(tensor, dtype=dtype)
