@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fxmem.planners import PLANNERS, cheapest_within
+from fxmem.planners import PLANNERS, cheapest_within, windows
 from fxmem.planners.frontier import Clock, judge, pareto
 from fxmem.planners.ilp import best_limits
 from fxmem.planners.windows import rechoose
@@ -68,6 +68,15 @@ def test_windows_make_plans_cheaper_and_are_judged(profile: GraphProfile) -> Non
     assert at_floor is not None
     assert at_floor.recompute_seconds < 0.9 * points[-1].recompute_seconds
     assert rechoose(profile, points, num_windows=6, clock=Clock(60.0)) == found
+
+
+def test_wider_windows_go_on_where_narrow_ones_helped(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = hourglass(5)
+    wide = rechoose(profile, _ends(profile), num_windows=40, clock=Clock(60.0))
+    monkeypatch.setattr(windows, "WIDER", ())
+    narrow = rechoose(profile, _ends(profile), num_windows=40, clock=Clock(60.0))
+    assert wide[-1].peak_bytes == narrow[-1].peak_bytes
+    assert wide[-1].recompute_seconds < 0.95 * narrow[-1].recompute_seconds < 0.9 * _ends(profile)[-1].recompute_seconds
 
 
 def test_no_more_windows_than_it_may() -> None:

@@ -53,13 +53,17 @@ def best_limits(
     num_branches: int,
     upper_seconds: float,
     fixed: Mapping[int, int] = MappingProxyType({}),
+    most_variables: float = math.inf,
 ) -> tuple[int, ...] | None:
     """Return the retain limits of the best schedule found within ``budget_bytes``; None if none was.
 
-    ``fixed``: limits of storages that are not to be chosen; with each the program gets smaller.
+    ``fixed``: limits of storages that are not to be chosen; with each the program gets smaller. ``most_variables``: larger
+    programs are not solved.
     """
     program = _Program(tables_of(profile), budget_bytes, fixed)
     program.build()
+    if program.milp.num_variables > most_variables:
+        return None
     found = program.milp.solve(seconds, 0.0, upper_seconds, num_branches)
     return program.limits(found) if found.recompute_seconds < math.inf else None
 

@@ -65,6 +65,10 @@ class Milp:
         self.impossible = False
         self.largest_of: dict[tuple[Expression, ...], Expression] = {}
 
+    @property
+    def num_variables(self) -> int:
+        return len(self.cost)
+
     def binary(self) -> int:
         return self._variable(1)
 

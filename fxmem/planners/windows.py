@@ -4,7 +4,8 @@ In: a frontier. Out: a frontier at least as good. Near the floor a better plan o
 storages of a stretch together, and no few moves lead there. So one plan's limits are held fast but for those of a few
 recipes that read from each other, which :mod:`fxmem.planners.ilp` chooses anew within the same budget; so small a
 program's root takes a tenth to half of a second in graphs of 30 to 140 recipes. Neighbourhoods overlap; those
-that recompute most come first; they are gone through again as long as that helps.
+that recompute most come first; they are gone through again as long as that helps. In small graphs wider ones follow at the
+floor, as in a variable neighbourhood descent (Hansen & Mladenovic 2001).
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ WIDTH, SMALL_WIDTH = 8, 10
 """Recipes of a neighbourhood; the latter in graphs of at most ..."""
 SMALL = 48
 """... so many recipes, where the whole program is small."""
+WIDER, MOST_WIDER = (14, 18, 24), 2
+"""There, at the least peak, if narrower ones helped: further widths, and how many neighbourhoods of each are tried."""
+MOST_VARIABLES = 1_200
+"""Of a neighbourhood's program; its root takes some two seconds then."""
 BUDGET_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5)
 """Budgets worked on, as shares of the way from the least peak to eager's; each with half of the windows left."""
 MOST_IN_VAIN = 2
@@ -35,9 +40,9 @@ def rechoose(
 ) -> tuple[FrontierPoint, ...]:
     """Return the Pareto set of ``points`` and of what choosing at most ``num_windows`` neighbourhoods anew brings."""
     tables, found = tables_of(profile), pareto(points)
-    low, high = found[-1].peak_bytes, found[0].peak_bytes
-    windows = neighbourhoods(tables, SMALL_WIDTH if len(tables.inputs) <= SMALL else WIDTH)
-    in_vain = 0
+    low, high, before = found[-1].peak_bytes, found[0].peak_bytes, found[-1]
+    is_small, in_vain = len(tables.inputs) <= SMALL, 0
+    windows = neighbourhoods(tables, SMALL_WIDTH if is_small else WIDTH)
     for share in BUDGET_SHARES:
         budget_bytes = round(low + share * (high - low))
         better, num_tried = _rechosen_at(profile, found, budget_bytes, windows, (num_windows + 1) // 2, clock)
@@ -46,6 +51,9 @@ def rechoose(
         found = better
         if in_vain == MOST_IN_VAIN:
             break
+    wider = [width for width in WIDER if width < len(tables.inputs)] if is_small else []
+    for width in wider if _at(found, low) != before else ():
+        found, _ = _rechosen_at(profile, found, low, neighbourhoods(tables, width), MOST_WIDER, clock)
     return found
 
 
@@ -90,6 +98,7 @@ def _rechosen(
         num_branches=1,
         upper_seconds=LEAST_GAIN * point.recompute_seconds,
         fixed={s: point.plan.limits[s] for s, p in enumerate(position) if p != NO_RECIPE and p not in window},
+        most_variables=MOST_VARIABLES,
     )
     return [] if limits is None else [limits]
 
