@@ -14,7 +14,6 @@ import inspect
 import logging
 import os
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -37,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from fxmem.autocast import Autocast
 from fxmem.captured import Captured, Dims, Inputs, SizeGuards, source_of, with_unused_state
 from fxmem.effects import replaced
-from fxmem.errors import CaptureError, InputError, first_lines
+from fxmem.errors import CaptureError, InputError, chain_of, first_lines, raised_in
 from fxmem.faithful import check_faithful
 from fxmem.fake import FakeWorld, attributes_restored, check_device, grouped_matmuls, no_value_checks
 from fxmem.frozen import with_frozen_norms
@@ -84,8 +83,9 @@ def capture(
                 f"{type(model).__name__} does not take these arguments, without fxmem either, as a run on fake tensors "
                 f"shows: {type(own).__name__}: {first_lines(own)}"
             ) from own
+        place = raised_in(error, model.named_modules())
         raise CaptureError(
-            f"{type(model).__name__} could not be captured by torch.export{_raised_in(error, model)}: {_cause(error)}"
+            f"{type(model).__name__} could not be captured by torch.export{place}: {_cause(error)}"
         ) from error
     assert module._out_spec is not None
     graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
@@ -200,8 +200,8 @@ if hasattr(os, "register_at_fork"):  # another thread's lock would never be rele
 @contextmanager
 def as_in_training() -> Iterator[None]:
     """Plan in the body as for a training call, whatever grad mode there is around; one thread at a time, as capturing
-    exchanges functions of torch for a while (so does torch.export)."""
-    with _planning, torch.inference_mode(False), torch.enable_grad():
+    exchanges functions of torch for a while (so does torch.export). Anomaly mode, which looks at values, is off."""
+    with _planning, torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
         yield
 
 
@@ -391,33 +391,19 @@ def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> A
     raise CaptureError(f"the captured graph reads {target}, which {type(model).__name__} does not have")
 
 
-def _raised_in(error: BaseException, model: torch.nn.Module) -> str:
-    """Return the module of ``model`` whose code raised ``error``, with the source line; empty if none did."""
-    names = {id(module): name or "the model" for name, module in model.named_modules()}
-    place = ""
-    for cause in _chain(error):
-        for frame, line in traceback.walk_tb(cause.__traceback__):
-            owner = names.get(id(frame.f_locals.get("self")))
-            if owner and not str(frame.f_globals.get("__name__")).startswith("torch."):
-                place = f" in {owner} ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{line})"
-    return place
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and what led to it; the first error comes last."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
-
-
 def _cause(error: Exception) -> str:
     """Return why torch.export failed, and what to do."""
     remedy = "move that part out of the model or optimize the parts around it."
-    if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in _chain(error)):
+    if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in chain_of(error)):
         return (
             "its control flow depends on the values in tensors, which only a run can tell. Where it skips a layer by "
             f"chance (LayerDrop), set that chance to 0; else {remedy}"
+        )
+    if "fake tensor in the exported program constant" in str(error):
+        return (
+            "it computes with a tensor that a graph cannot follow: one that torch.autograd.grad returns inside forward, or "
+            "one left by an earlier call. Take derivatives outside: optimize the network itself, and differentiate its "
+            f"output in the training loop; else {remedy}"
         )
     return f"{first_lines(error)}. If its control flow depends on the values in tensors, {remedy}"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterable, Iterator
+
 
 class FxMemError(Exception):
     """Base of all errors of fxmem."""
@@ -96,3 +99,23 @@ __all__ = [
 def first_lines(error: Exception, limit: int = 600) -> str:
     """Return the beginning of an error's message on one line; its type's name if it has none."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+def raised_in(error: BaseException, modules: Iterable[tuple[str, object]]) -> str:
+    """Return the one of a model's named modules whose code raised ``error``, with the source line; empty if none did."""
+    names = {id(module): name or "the model" for name, module in modules}
+    place = ""
+    for cause in chain_of(error):
+        for frame, line in traceback.walk_tb(cause.__traceback__):
+            owner = names.get(id(frame.f_locals.get("self")))
+            if owner and not str(frame.f_globals.get("__name__")).startswith("torch."):
+                place = f" in {owner} ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{line})"
+    return place
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and what led to it; the first error comes last."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from fxmem.autocast import casts_kept
 from fxmem.captured import Captured, Inputs
 from fxmem.effects import OpLog, Place, PythonState, replaced
-from fxmem.errors import CaptureError, first_lines
+from fxmem.errors import CaptureError, first_lines, raised_in
 from fxmem.fake import FakeWorld, ScalarReads, attributes_restored
 from fxmem.structures import flattened
 from fxmem.switches import present
@@ -52,9 +52,10 @@ def check_faithful(model: torch.nn.Module, captured: Captured, inputs: Inputs) -
     except CaptureError:
         raise
     except Exception as error:
+        place = raised_in(error, model.named_modules())
         raise CaptureError(
-            f"{type(model).__name__} could not be run on fake tensors: {first_lines(error)}. If it reads the values in "
-            "tensors, move that part out of the model or optimize the parts around it."
+            f"{type(model).__name__} could not be run on fake tensors{place}: {first_lines(error)}. If it reads the values "
+            "in tensors, move that part out of the model or optimize the parts around it."
         ) from error
     _check_effects(model, eager, graph)
     _check_autograd(model, eager, graph)

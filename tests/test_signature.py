@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import fxmem
+from tests.exactness import same_bits
 
 ROWS, WIDTH = 32, 8
 
@@ -278,6 +279,38 @@ def test_the_floor_of_a_call_in_an_autocast_region_is_that_of_a_budget_too_small
     with pytest.raises(fxmem.InfeasibleBudgetError) as caught:
         call(floor - 1)
     assert caught.value.least_bytes == floor
+
+
+def test_planning_in_anomaly_mode() -> None:
+    x, model = torch.randn(ROWS, WIDTH), network()
+    eager = copy.deepcopy(model)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        for forward in (fxmem.optimize(model, optimizer=None, planner="chen"), eager):
+            forward(x).sum().backward()
+        assert torch.is_anomaly_enabled()
+    assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
+
+
+class Selecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[x[:, 0] > 0].sin()
+
+
+class Differentiating(Selecting):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+def test_what_cannot_be_captured_is_told_with_its_place_and_a_way_out() -> None:
+    with pytest.raises(fxmem.CaptureError, match=r"fake tensors in the model \(test_signature.py:\d+\): aten.nonzero"):
+        fxmem.optimize(Selecting(), torch.randn(4, WIDTH), optimizer=None)
+    with pytest.raises(fxmem.CaptureError, match="Take derivatives outside"):
+        fxmem.optimize(Differentiating(), torch.randn(4, WIDTH, requires_grad=True), optimizer=None)
 
 
 def test_an_argument_that_a_forward_changes_is_named() -> None:
