@@ -133,26 +133,34 @@ def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None
         with ExitStack() as stack:
             for context in (*on_fakes, region, seeing_values(inputs.leaves, fakes), quiet()):
                 stack.enter_context(context)
-            values, memory = stack.enter_context(_ValueLooks()), stack.enter_context(_MemoryLooks())
+            stack.enter_context(FewLooks())
+            memory = stack.enter_context(_MemoryLooks())
             model(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         of_fakes = isinstance(error, _OF_FAKES) or "fake" in str(error).lower()
-        return None if values.any or memory.any or of_fakes else error
-    except Exception:
+        return None if memory.any or of_fakes else error
+    except (Exception, TooManyLooks):
         return None
     return None
 
 
-class _ValueLooks(TorchDispatchMode):
-    """Notes whether something followed from values, of which fakes have none; also inside torch's own Python functions,
-    where function modes are off."""
+class TooManyLooks(BaseException):
+    """More follows from values than may."""
 
-    def __init__(self) -> None:
+
+class FewLooks(TorchDispatchMode):
+    """Raises ``TooManyLooks`` where more than ``most`` times something follows from values: fakes have none, and a loop
+    would wait forever for them to change. Sees inside torch's own Python functions too, where function modes are off."""
+
+    def __init__(self, most: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.any = False
+        self._left = most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.any = self.any or bool(_FROM_VALUES & set(func.tags))
+        if _FROM_VALUES & set(func.tags):
+            self._left -= 1
+            if self._left < 0:
+                raise TooManyLooks
         return func(*args, **(kwargs or {}))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fxmem.autocast import Autocast
-from fxmem.capture import capture, quiet
+from fxmem.capture import FewLooks, TooManyLooks, capture, quiet
 from fxmem.captured import Captured, Inputs
 from fxmem.errors import CaptureError, FxMemError
 from fxmem.fake import FakeWorld, ScalarReads
@@ -22,6 +22,8 @@ from fxmem.fake import FakeWorld, ScalarReads
 MOST_PARTS = 3
 """As many are named."""
 SEARCH_SECONDS = 20.0
+MOST_LOOKS = 1_000
+"""At values, by a model that is run on fakes to see what its parts are called with."""
 
 
 def capture_or_advise(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> Captured:
@@ -80,7 +82,8 @@ def _calls(model: torch.nn.Module, world: FakeWorld, inputs: Inputs, autocast: A
         stack.enter_context(ScalarReads())
         stack.enter_context(quiet())
         stack.enter_context(autocast.enter() if autocast else nullcontext())
-        stack.enter_context(suppress(Exception))  # what cannot run on fakes either ends the search there
+        stack.enter_context(suppress(Exception, TooManyLooks))  # what cannot run on fakes either ends the search there
+        stack.enter_context(FewLooks(MOST_LOOKS))
         model(*args, **kwargs)
     return calls
 

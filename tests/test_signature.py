@@ -306,6 +306,19 @@ class Differentiating(Selecting):
         return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
 
+class Rejecting(Selecting):
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        while (noise.abs() > 2).any():
+            noise = torch.randn_like(x)
+        return self.linear(x + noise)
+
+
+def test_a_loop_until_values_are_right_is_refused() -> None:
+    with pytest.raises(fxmem.CaptureError, match="control flow depends on the values in tensors"):
+        fxmem.optimize(Rejecting(), torch.randn(2, WIDTH), optimizer=None)
+
+
 def test_what_cannot_be_captured_is_told_with_its_place_and_a_way_out() -> None:
     with pytest.raises(fxmem.CaptureError, match=r"fake tensors in the model \(test_signature.py:\d+\): aten.nonzero"):
         fxmem.optimize(Selecting(), torch.randn(4, WIDTH), optimizer=None)
