@@ -362,6 +362,23 @@ class OptimizedModule(torch.nn.Module):
     def __delattr__(self, name: str) -> None:
         delattr(self.original, name)
 
+    # Those of a model that has them, an nn.Sequential; Python looks for them on the type only.
+
+    def __getitem__(self, key: Any) -> Any:
+        return cast(Any, self.original)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        cast(Any, self.original)[key] = value
+
+    def __len__(self) -> int:
+        return len(cast(Any, self.original))
+
+    def __bool__(self) -> bool:
+        return bool(self.original)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.original)})
+
     def extra_repr(self) -> str:
         budget = self._settings.budget_bytes
         return "no budget" if budget is None else f"budget {budget / 1e9:.3f} GB"

@@ -485,3 +485,19 @@ def test_what_a_first_forward_leaves_in_a_config_asks_for_no_second_plan() -> No
     model.config.factor = 3.0
     assert torch.equal(optimized(x), model(x))
     assert optimized.report is not planned
+
+
+def test_an_optimized_sequential_has_its_parts_by_number() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    optimized = fxmem.optimize(model, torch.randn(2, WIDTH), optimizer=None)
+    assert optimized[0] is model[0]
+    assert list(optimized) == list(model)
+    assert len(optimized) == len(optimized[:2]) + 1 == 3
+    assert model[1] in optimized
+    assert "append" in dir(optimized)
+    optimized[1] = nn.ReLU()
+    x = torch.randn(2, WIDTH)
+    assert same_bits(optimized(x), model(x))
+    assert fxmem.optimize(Net(), optimizer=None)  # which has no length
+    with pytest.raises(TypeError, match="Net"):
+        fxmem.optimize(Net(), optimizer=None)[0]
