@@ -58,6 +58,11 @@ def _convolved(m: "Fuzzed", a: Tensor, b: Tensor) -> Tensor:
     return F.max_pool2d(y, 3, 1, 1).reshape(ROWS, WIDTH)
 
 
+def _sequence(m: "Fuzzed", a: Tensor, b: Tensor) -> Tensor:
+    y = m.linear(a.reshape(2, 2, WIDTH)) + b.reshape(2, 2, WIDTH)  # over a view, with a transposed gradient
+    return m.mix(y.transpose(1, 2)).transpose(1, 2).reshape(ROWS, WIDTH)
+
+
 def _normed_image(m: "Fuzzed", a: Tensor, b: Tensor) -> Tensor:
     return m.norm2d(a.reshape(2, 2, 2, 4)).relu().reshape(ROWS, WIDTH) + b
 
@@ -76,6 +81,7 @@ MAKES: dict[str, Any] = {
     "lora": lambda m, a, b: m.frozen(a) + F.dropout(a, 0.2) @ m.down @ m.up,
     "batch_norm": lambda m, a, b: m.norm(a),
     "image_norm": _normed_image,
+    "sequence": _sequence,
     "layer_norm": lambda m, a, b: F.layer_norm(a, (WIDTH,), m.bias, None),
     "relu": lambda m, a, b: a.relu(),
     "gelu": lambda m, a, b: F.gelu(a),
@@ -134,7 +140,7 @@ class Fuzzed(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.norm, self.norm2d = nn.BatchNorm1d(WIDTH), nn.BatchNorm2d(2)
-        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.conv, self.mix = nn.Conv2d(2, 2, 3, padding=1), nn.Conv1d(WIDTH, WIDTH, 1)
         self.bias = nn.Parameter(torch.rand(WIDTH) + 0.5)
         self.down, self.up = nn.Parameter(torch.randn(WIDTH, 2)), nn.Parameter(torch.randn(2, WIDTH))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))

@@ -8,7 +8,7 @@ from fxmem.planners import PLANNERS
 from tests import fuzz
 from tests.fuzz_cases import MAKES, WRITES, Case, check_case
 
-NUM_CASES = 300
+NUM_CASES = 150
 """Of every test run; ``make fuzz`` (tests/fuzz.py) runs many more, new ones every time."""
 
 programs = st.lists(
