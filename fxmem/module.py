@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -120,6 +122,24 @@ class _Family:
     """Its arguments, without values."""
     planned: list[Planned]
     """Sizes that were planned for."""
+
+
+class _Forward:
+    """A method whose instances have the signature of their original's ``forward``, by which trainers choose columns."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, module: OptimizedModule | None, owner: type[OptimizedModule]) -> Callable[..., Any]:
+        if module is None:
+            return self._method
+        method = MethodType(self._method, module)
+
+        @wraps(module.original.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        return forward
 
 
 class OptimizedModule(torch.nn.Module):
@@ -298,6 +318,7 @@ class OptimizedModule(torch.nn.Module):
 
     # -- being the model ----------------------------------------------------------------------------------------------
 
+    @_Forward
     @torch.compiler.disable(reason="planning and recomputation run outside of torch.compile")  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
@@ -354,13 +375,16 @@ class OptimizedModule(torch.nn.Module):
         return getattr(original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN or name in self.__dict__ or name == "__class__":
+        if name in self._OWN or name in self.__dict__ or name in ("__class__", "forward"):
             object.__setattr__(self, name, value)
         else:
             setattr(self.original, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self.original, name)
+        if name == "forward":
+            object.__delattr__(self, name)
+        else:
+            delattr(self.original, name)
 
     # Those of a model that has them, an nn.Sequential; Python looks for them on the type only.
 

@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import inspect
 import io
 import pickle
 import re
@@ -501,3 +502,17 @@ def test_an_optimized_sequential_has_its_parts_by_number() -> None:
     assert fxmem.optimize(Net(), optimizer=None)  # which has no length
     with pytest.raises(TypeError, match="Net"):
         fxmem.optimize(Net(), optimizer=None)[0]
+
+
+def test_forward_has_the_models_signature_and_may_be_wrapped() -> None:
+    model = build()
+    optimized = fxmem.optimize(model, optimizer=None)
+    assert inspect.signature(optimized.forward) == inspect.signature(model.forward)
+    plain, x = optimized.forward, torch.randn(4, WIDTH)
+    optimized.forward = lambda *args, **kwargs: plain(*args, **kwargs).double()  # as accelerate does
+    assert optimized(x).dtype == torch.float64
+    assert optimized.plan
+    optimized.eval()
+    assert same_bits(optimized(x).float(), model(x))
+    del optimized.forward
+    assert same_bits(optimized(x), model(x))
