@@ -10,6 +10,7 @@ floor, as in a variable neighbourhood descent (Hansen & Mladenovic 2001).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from fxmem.planners import ilp
@@ -24,7 +25,7 @@ SMALL = 48
 WIDER, MOST_WIDER = (14, 18, 24), 2
 """There, at the least peak, if narrower ones helped: further widths, and how many neighbourhoods of each are tried."""
 MOST_VARIABLES = 1_200
-"""Of a neighbourhood's program; its root takes some two seconds then."""
+"""Of a wider one's program; its root takes some two seconds then."""
 BUDGET_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5)
 """Budgets worked on, as shares of the way from the least peak to eager's; each with half of the windows left."""
 MOST_IN_VAIN = 2
@@ -53,7 +54,8 @@ def rechoose(
             break
     wider = [width for width in WIDER if width < len(tables.inputs)] if is_small else []
     for width in wider if _at(found, low) != before else ():
-        found, _ = _rechosen_at(profile, found, low, neighbourhoods(tables, width), MOST_WIDER, clock)
+        around = neighbourhoods(tables, width)
+        found, _ = _rechosen_at(profile, found, low, around, MOST_WIDER, clock, MOST_VARIABLES)
     return found
 
 
@@ -64,6 +66,7 @@ def _rechosen_at(
     windows: list[frozenset[int]],
     most_tried: int,
     clock: Clock,
+    most_variables: float = math.inf,
 ) -> tuple[tuple[FrontierPoint, ...], int]:
     """Return what going through the windows, until none helps at this budget any more, makes of ``points``; and how many
     were tried."""
@@ -74,7 +77,7 @@ def _rechosen_at(
             if num_tried == most_tried or clock.over:
                 return points, num_tried
             num_tried += 1
-            limits = _rechosen(profile, _at(points, budget_bytes), budget_bytes, window, clock)
+            limits = _rechosen(profile, _at(points, budget_bytes), budget_bytes, window, clock, most_variables)
             points = pareto((*points, *judge_all(profile, "windows", limits, clock)))
     return points, num_tried
 
@@ -87,7 +90,12 @@ def _at(points: tuple[FrontierPoint, ...], budget_bytes: int) -> FrontierPoint:
 
 
 def _rechosen(
-    profile: GraphProfile, point: FrontierPoint, budget_bytes: int, window: frozenset[int], clock: Clock
+    profile: GraphProfile,
+    point: FrontierPoint,
+    budget_bytes: int,
+    window: frozenset[int],
+    clock: Clock,
+    most_variables: float,
 ) -> list[Limits]:
     """Return the limits, if any, of a plan that is no dearer, other in what the window's recipes make."""
     position = tables_of(profile).position
@@ -98,7 +106,7 @@ def _rechosen(
         num_branches=1,
         upper_seconds=LEAST_GAIN * point.recompute_seconds,
         fixed={s: point.plan.limits[s] for s, p in enumerate(position) if p != NO_RECIPE and p not in window},
-        most_variables=MOST_VARIABLES,
+        most_variables=most_variables,
     )
     return [] if limits is None else [limits]
 
