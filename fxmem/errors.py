@@ -74,8 +74,8 @@ class SavedTensorModifiedError(FxMemError, RuntimeError):
     """A tensor needed for backward was modified in place after it was saved, as autograd itself would report."""
 
 
-class NotPlannedError(FxMemError, RuntimeError):
-    """The optimized module has not seen a training-mode call yet, so it has no plan."""
+class NotPlannedError(FxMemError, AttributeError):
+    """The optimized module has not seen a training-mode call yet, so it has no plan, report or graph."""
 
 
 class VerificationError(FxMemError, RuntimeError):

@@ -10,9 +10,9 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import wraps
+from inspect import Parameter, signature
 from types import MethodType
 from typing import Any, cast
 
@@ -133,13 +133,24 @@ class _Forward:
     def __get__(self, module: OptimizedModule | None, owner: type[OptimizedModule]) -> Callable[..., Any]:
         if module is None:
             return self._method
-        method = MethodType(self._method, module)
+        of_original, own = module.original.forward, module.__dict__
+        if own["_fxmem_forward"] is None or own["_fxmem_forward"][0] != of_original:
+            own["_fxmem_forward"] = of_original, _with_signature(self._method, of_original)
+        return MethodType(own["_fxmem_forward"][1], module)
 
-        @wraps(module.original.forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return method(*args, **kwargs)
 
-        return forward
+def _with_signature(method: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method like ``method``, with the signature of the bound method ``other``."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    forward.__doc__ = other.__doc__
+    with suppress(TypeError, ValueError):  # what Python cannot tell, nobody else can
+        own = Parameter("self", Parameter.POSITIONAL_ONLY)
+        like = signature(other)
+        forward.__signature__ = like.replace(parameters=[own, *like.parameters.values()])  # type: ignore[attr-defined]
+    return forward
 
 
 class OptimizedModule(torch.nn.Module):
@@ -155,6 +166,9 @@ class OptimizedModule(torch.nn.Module):
             "_families",
             "_latest",
             "_compiled_call_impl",
+            "_fxmem_forward",
+            "forward",
+            "_original_forward",  # accelerate's, beside the forward that it wraps
         }
     )
 
@@ -168,6 +182,7 @@ class OptimizedModule(torch.nn.Module):
         own["_constants"] = set()
         own["_families"] = {}
         own["_latest"] = None
+        own["_fxmem_forward"] = None
         self._share()
 
     def _share(self) -> None:
@@ -372,16 +387,18 @@ class OptimizedModule(torch.nn.Module):
         original = self.__dict__.get("original")
         if original is None:
             raise AttributeError(name)
+        if name in ("graph_module", "plan", "report"):  # the property has raised
+            self._planned()
         return getattr(original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN or name in self.__dict__ or name in ("__class__", "forward"):
+        if name in self._OWN or name in self.__dict__ or name == "__class__":
             object.__setattr__(self, name, value)
         else:
             setattr(self.original, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name == "forward":
+        if name in self._OWN:
             object.__delattr__(self, name)
         else:
             delattr(self.original, name)

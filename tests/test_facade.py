@@ -508,7 +508,11 @@ def test_forward_has_the_models_signature_and_may_be_wrapped() -> None:
     model = build()
     optimized = fxmem.optimize(model, optimizer=None)
     assert inspect.signature(optimized.forward) == inspect.signature(model.forward)
+    assert optimized.forward == optimized.forward
+    assert optimized.forward.__self__ is optimized
     plain, x = optimized.forward, torch.randn(4, WIDTH)
+    optimized._original_forward = plain
+    assert "_original_forward" in vars(optimized)
     optimized.forward = lambda *args, **kwargs: plain(*args, **kwargs).double()  # as accelerate does
     assert optimized(x).dtype == torch.float64
     assert optimized.plan
@@ -516,3 +520,13 @@ def test_forward_has_the_models_signature_and_may_be_wrapped() -> None:
     assert same_bits(optimized(x).float(), model(x))
     del optimized.forward
     assert same_bits(optimized(x), model(x))
+
+
+def test_a_module_without_a_plan_may_be_probed_and_traced() -> None:
+    optimized = fxmem.optimize(build(), optimizer=None)
+    assert not hasattr(optimized, "report")
+    with pytest.raises(fxmem.NotPlannedError, match="no plan yet"):
+        _ = optimized.report
+    x = torch.randn(4, WIDTH)
+    traced = torch.jit.trace(optimized.eval(), x)
+    assert same_bits(traced(x), optimized(x))
