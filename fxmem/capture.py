@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -208,8 +209,15 @@ if hasattr(os, "register_at_fork"):  # another thread's lock would never be rele
 @contextmanager
 def as_in_training() -> Iterator[None]:
     """Plan in the body as for a training call, whatever grad mode there is around; one thread at a time, as capturing
-    exchanges functions of torch for a while (so does torch.export). Anomaly mode, which looks at values, is off."""
-    with _planning, torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+    exchanges functions of torch for a while (so does torch.export). Anomaly mode, which looks at values, is off, and so is
+    the cache of parametrizations, which would have fakes in it later."""
+    with (
+        _planning,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),
+        replaced(parametrize, "_cache_enabled", 0),
+    ):
         yield
 
 

@@ -42,6 +42,8 @@ class _Run:
     """The same, for a second forward right after, if there was one."""
     ops: list[tuple[str, tuple[str, ...]]]
     ops_again: list[tuple[str, tuple[str, ...]]]
+    new_buffers: frozenset[str]
+    """Buffers of the model that it wrote to, or exchanged for others."""
 
 
 def check_faithful(model: torch.nn.Module, captured: Captured, inputs: Inputs) -> None:
@@ -77,6 +79,12 @@ def _check_ops(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
 
 
 def _check_autograd(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
+    lost_buffers = eager.new_buffers - graph.new_buffers
+    if lost_buffers:
+        raise CaptureError(
+            f"{type(model).__name__} exchanges the buffer {min(lost_buffers)!r} in forward; a captured graph would not. "
+            "Write to it in place (copy_), or assign to the attribute."
+        )
     lost_calls = Counter(eager.calls) - Counter(graph.calls)
     if lost_calls:
         call = min(lost_calls)
@@ -155,17 +163,22 @@ def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, in
                 outputs = module(*fakes)
         return outputs, log.ops
 
+    buffers = {name: world.fake(buffer) for name, buffer in model.named_buffers()}
     with attributes_restored(model), world.state_of(module), world.active(), ScalarReads():
-        before = PythonState(model)
+        before, versions = PythonState(model), {name: buffer._version for name, buffer in buffers.items()}
         with _calls_noted() as calls:
             outputs, ops = forward()
         left = before.changes()
+        there = dict(model.named_buffers()) if module is model else buffers
+        new_buffers = frozenset(
+            name for name, b in buffers.items() if there.get(name) is not b or b._version != versions[name]
+        )
         if not twice:
-            return _Run(_autograd_nodes(outputs), calls, left, {}, ops, ops)
+            return _Run(_autograd_nodes(outputs), calls, left, {}, ops, ops, new_buffers)
         between = PythonState(model)
         _, ops_again = forward()
         again = between.changes()
-    return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again)
+    return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again, new_buffers)
 
 
 @contextmanager
@@ -211,6 +224,9 @@ _HOOKING = "Set the hook on a parameter, or outside the model."
 _REMEDIES = {
     "Tensor.register_hook": _HOOKING,
     "Tensor.register_post_accumulate_grad_hook": _HOOKING,
+    "requires_grad_ of a parameter": "Set it outside the model; where a part is frozen for one of its uses only, call it "
+    "there with detached parameters (torch.func.functional_call).",
+    "grad of a parameter": "Read, write or clear gradients outside the model.",
     "Tensor.grad_fn": "Write what it does with the autograd graph as a torch.autograd.Function.",
     "torch.manual_seed": _SEEDING,
     "torch.set_rng_state": _SEEDING,
@@ -221,11 +237,20 @@ _REMEDIES = {
     "a switch of torch.backends": "Set it around the whole step instead.",
 }
 """Calls inside a forward that no graph keeps, and what to do instead."""
+_grad: Any = torch.Tensor.grad
+_requires_grad: Any = torch.Tensor.requires_grad
+_OF_PARAMETERS: dict[Any, str] = {
+    torch.Tensor.requires_grad_: "requires_grad_ of a parameter",
+    _requires_grad.__set__: "requires_grad_ of a parameter",
+    **dict.fromkeys((_grad.__get__, _grad.__set__, _grad.__delete__), "grad of a parameter"),
+}
+"""Functions that :class:`_CallsSeen` is told of, with their names in ``_REMEDIES``; on activations, graphs keep them or
+are refused for the nodes they lack."""
 
 
 class _CallsSeen(TorchFunctionMode):
     """Notes every read of ``grad_fn`` by code that is not torch's own, as what is done to it later cannot be seen, and
-    every change of the switches that say which kernels may run."""
+    every change of the switches that say which kernels may run. Errors: ``CaptureError`` inside a transform."""
 
     def __init__(self, noted: list[str]) -> None:
         super().__init__()
@@ -233,8 +258,15 @@ class _CallsSeen(TorchFunctionMode):
         self._switches = present()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise CaptureError(
+                "the forward calls a transform of torch.func (vmap, grad, jvp, ...), which a captured graph cannot hold. "
+                "Write the same with batched ops, or move it out of the model."
+            )
         if getattr(func, "__self__", None) is torch.Tensor.grad_fn and _called_by_user():
             self._noted.append("Tensor.grad_fn")
+        if func in _OF_PARAMETERS and isinstance(args[0], torch.nn.Parameter):
+            self._noted.append(_OF_PARAMETERS[func])
         switches = present()
         if switches != self._switches:
             self._noted.append("a switch of torch.backends")

@@ -213,6 +213,7 @@ class OptimizedModule(torch.nn.Module):
             compiled = _serving(ways, inputs)
             if compiled is not None:  # another thread was faster
                 return compiled
+            self._forget_replaced()
             compiled = self._compile(inputs, autocast)
             ways.append(compiled)
             after = self._signature(inputs, autocast)
@@ -220,6 +221,18 @@ class OptimizedModule(torch.nn.Module):
                 self._compiled.setdefault(after, []).append(compiled)
         self._warn_of_many(inputs, ways)
         return compiled
+
+    def _forget_replaced(self) -> None:
+        """Let go of what is compiled for parameters that the model has no longer: nothing else may hold them."""
+        present_ids = set(map(id, self.original.parameters()))
+
+        def holds(captured: Captured) -> bool:
+            return all(id(parameter) in present_ids for parameter in captured.parameters)
+
+        for ways in self._compiled.values():
+            ways[:] = [compiled for compiled in ways if holds(compiled.captured)]
+        for key in [key for key, family in self._families.items() if not holds(family.captured)]:
+            del self._families[key]
 
     def _warn_of_many(self, inputs: Inputs, ways: list[Compiled]) -> None:
         """Warn where what is planned for anew again and again could be told apart by tensors."""

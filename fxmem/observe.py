@@ -28,6 +28,22 @@ from fxmem.track import StorageTracker, has_storage, parts_of, tensors_of
 from fxmem.types import Phase, StaticBytes
 from fxmem.views import View
 
+aten = torch.ops.aten
+
+STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
+"""Places of running mean, running variance, and of the flag that batch statistics are computed from the batch. Then the
+running ones are updated and not read: without them the op makes the same (NOTE [Same bits on a re-run], 6)."""
+
+_UPDATING = {
+    **dict.fromkeys(
+        (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default), (3, 4, 5)
+    ),
+    **dict.fromkeys((aten.batch_norm_gather_stats.default, aten.batch_norm_gather_stats_with_counts.default), (3, 4)),
+    aten.batch_norm_update_stats.default: (1, 2),
+}
+"""Dispatched ops whose schemas do not say that they write running statistics: places of these, and of the flag, if there
+is one, that they do."""
+
 
 class Event(NamedTuple):
     """``kind``: alloc, free, unpack, release (``key``: storage serial), begin, end (node index), phase."""
@@ -57,6 +73,8 @@ class NodeObservation:
     """Storages no value of the forward lies on any longer after this node."""
     identities: list[tuple[int, bool]] = field(default_factory=list)
     """By read: the first read of the same tensor, and whether autocast keeps a cast of it: it is a leaf, and no view."""
+    updates: tuple[int, ...] = ()
+    """Leaf places of running statistics that it updates without reading them for what it makes."""
     draws_on: set[torch.device] = field(default_factory=set)
     """Devices from whose generators it draws."""
     effects: str = ""
@@ -164,7 +182,7 @@ class _Observer:
         self.backward_work = [0, 0]
         self.in_backward = False
         self.written: set[int] = set()
-        """What the schemas of the current node's ops say they write: not every kernel raises a version."""
+        """What the current node's ops write by what is known of them: not every kernel raises a version."""
 
     # -- listening ----------------------------------------------------------------------------------------------------
 
@@ -176,8 +194,7 @@ class _Observer:
             return
         flops, moved_bytes = _work(func, args, kwargs, output)
         if self.current is not None:
-            if func._schema.is_mutable:
-                self.written.update(map(self.tracker.serial, _written(func, args, kwargs)))
+            self.written.update(map(self.tracker.serial, _written(func, args, kwargs)))
             self.current.flops += flops
             self.current.moved_bytes += moved_bytes
             if torch.Tag.nondeterministic_seeded in func.tags:
@@ -360,11 +377,16 @@ class _Observer:
         yield
         self.events.append(Event("end", record.index))
         self.current = None
-        for (_, tensor), version in zip(tensors, before, strict=True):
+        *statistics, from_batch = STATISTICS.get(op_of(node.target), (0,))
+        if statistics and record.leaves[from_batch]:
+            record.updates = tuple(place for place, _ in tensors if place in statistics)
+        updated: list[int] = []
+        for (place, tensor), version in zip(tensors, before, strict=True):
             serial = self.tracker.serial(tensor)
-            if (tensor._version != version or serial in self.written) and serial not in record.writes:
-                record.writes.append(serial)
-        for serial in record.writes:
+            if tensor._version != version or serial in self.written:
+                (updated if place in record.updates else record.writes).append(serial)
+        record.writes = list(dict.fromkeys(record.writes))
+        for serial in dict.fromkeys((*record.writes, *updated)):
             self.versions[serial] = self.versions.get(serial, 0) + 1
         freed = {e.key for e in self.events[start:] if e.kind == "free"}
         record.creates = [e.key for e in self.events[start:] if e.kind == "alloc" and e.key not in freed]
@@ -415,9 +437,13 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an op's schema says it writes."""
+    """Yield the tensors that an op writes by its schema, and the running statistics it updates."""
+    mean, var, *flag = _UPDATING.get(func, (-1, -1))
+    unsaid = (mean, var) if all(args[place] for place in flag) else ()
+    if not (func._schema.is_mutable or func in _UPDATING):
+        return
     for place, argument in enumerate(func._schema.arguments):
-        if argument.is_write:
+        if argument.is_write or place in unsaid:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             yield from (t for t in tree_leaves(value) if has_storage(t))
 

@@ -22,19 +22,13 @@ from fxmem.captured import Captured, Inputs, source_of
 from fxmem.errors import PlanMismatchError
 from fxmem.fake import FakeWorld
 from fxmem.observe import NodeObservation, Observation, observe
-from fxmem.regions import op_of, op_text
+from fxmem.regions import op_text
 from fxmem.replay import NodeReplay, Replay, SavedInRerun
 from fxmem.step import BARE, Gradients, TrainingStep, usual_gradients
 from fxmem.ticks import managed_storages, ticks_of
 from fxmem.track import StorageTracker
 from fxmem.types import GraphProfile, InplaceDecision, NodeProfile, Recipe, Storage
 from fxmem.views import View
-
-aten = torch.ops.aten
-
-STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
-"""The two ops that write buffers without saying so: places of running mean, running variance, and of the flag that they
-are computed from the batch. Re-run without the buffers they give the same output (NOTE [Same bits on a re-run], 6)."""
 
 NodeTimer = Callable[[int, int], float]
 """Seconds of a node, from its FLOPs and the bytes it moves."""
@@ -258,8 +252,10 @@ class _Builder:
         for s in node.writes:
             if s not in self.index:
                 return f"{node.node.name} writes {self.seen.statics.get(s, 'memory from outside the graph')}"
-        for _, view, version in node.reads:
+        for place, view, version in node.reads:
             s = view.storage
+            if place in node.updates:
+                continue
             final = self.seen.versions.get(s, 0)
             if self._place(s) is None:
                 return f"{node.node.name} reads memory of unknown origin"
@@ -326,9 +322,8 @@ class _Builder:
         leaves = list(node.leaves)
         refs = [(place, self._view(view)) for place, view, _ in node.reads]
         identities = node.identities
-        statistics = STATISTICS.get(op_of(node.node.target))
-        if statistics is not None and leaves[statistics[2]]:
-            refs = [(place, view) for place, view in refs if place not in statistics[:2]]
+        if node.updates:
+            refs = [(place, view) for place, view in refs if place not in node.updates]
             identities = [(number, False) for number in range(len(refs))]
         outputs: list[tuple[int, View]] = []
         for place, view in node.outputs:

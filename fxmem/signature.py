@@ -2,13 +2,14 @@
 
 In: a model and a call's inputs. Out: hashable values, equal where one plan serves both calls. Tensors of the model count by
 identity: a replaced parameter is another model. So do the modules' numbers, flags and texts (``training``, a dropout's
-``p``), alone, in containers or in *records* (objects that hold nothing else, such as a config), in the modules' classes
-too, their hooks and the tensors that are plain attributes: the graph has them as constants. Any other object counts by
-identity alone; global variables do not count.
+``p``), alone, in containers or in *records* (objects that hold nothing else but functions and classes, as configs do), in
+the modules' classes too, their hooks and the tensors that are plain attributes: the graph has them as constants. So do
+names. Any other object counts by identity alone; global variables do not count.
 """
 
 from __future__ import annotations
 
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from enum import Enum
@@ -29,9 +30,26 @@ VALUES: tuple[type, ...] = (
     *(np.generic, torch.dtype, torch.device, torch.layout),
 )
 """Classes whose objects count by value."""
+NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
+"""Classes whose objects a record may hold, too; they count by identity."""
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 """Classes whose objects' elements count too."""
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+
+
+class _Same:
+    """Equal to what holds the same object, which lives on here, so that no other one comes to lie in its place."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
 
 
 def arguments_of(inputs: Inputs, *, with_sizes: bool = True) -> tuple[Any, ...]:
@@ -136,10 +154,12 @@ class _Look:
     def __init__(self, model: torch.nn.Module) -> None:
         modules = list(model.modules())
         holders = [h for m in modules for h in (m.__dict__, m._parameters, m._buffers, m._modules)]
-        holders += list(_holders_in(model))
+        inside = list(_holders_in(model))
+        holders += inside
         self._empty = [h for h in holders if not h]
         self._holders: list[Iterable[Any]] = [dict.values(h) if isinstance(h, dict) else h for h in holders if h]
         self._holders += [vars(kind).values() for kind in _classes_of(model)]
+        self._holders += [h for h in inside if h and isinstance(h, dict)]
         self._values = list(chain.from_iterable(self._holders))
         self._tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._facts = list(map(_facts, self._tensors))
@@ -211,7 +231,8 @@ def _holders_in(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _is_record(value: Any, seen: set[int] | None = None) -> bool:
-    """True if ``value`` is an object with attributes that are all values, or containers or records of such.
+    """True if ``value`` is an object with attributes that are all values, functions, classes, or containers or records of
+    such.
 
     ``seen``: ids of those already looked at on the way, which may hold each other.
     """
@@ -222,7 +243,7 @@ def _is_record(value: Any, seen: set[int] | None = None) -> bool:
 
 
 def _is_plain(value: Any, seen: set[int]) -> bool:
-    if isinstance(value, VALUES) or id(value) in seen:
+    if isinstance(value, (*VALUES, *NAMED)) or id(value) in seen:
         return True
     seen.add(id(value))
     if isinstance(value, CONTAINERS):
@@ -253,17 +274,18 @@ def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
     known: dict[int, Any] = {}
     own, first = _own_tensors(model), _first_on_memory(model)
     for module in model.modules():
-        state.append(id(module))
-        for t in (*module._parameters.values(), *module._buffers.values()):
+        children = [(name, id(child)) for name, child in module._modules.items() if child is not None]
+        state += (id(module), type(module), *children)
+        for name, t in (*module._parameters.items(), *module._buffers.items()):
             if t is not None:
-                state += (id(t), _facts(t), first.get(_memory(t)) if _has_memory(t) else None)
+                state += (name, id(t), _facts(t), first.get(_memory(t)) if _has_memory(t) else None)
         others = []
         for name, value in module.__dict__.items():
             if type(value) in CONSTANTS:
-                state.append(_constant(value))
+                state += (name, _constant(value))
             elif (value if isinstance(value, CONTAINERS) else True) and name not in REGISTRIES:
-                others.append(value)
-        state += [_value_signature(value, own, known) for value in others]
+                others.append((name, value))
+        state += [(name, _value_signature(value, own, known)) for name, value in others]
     for kind in _classes_of(model):
         state += [_value_signature(value, own, known) for value in vars(kind).values() if _is_plain(value, set())]
     return tuple(state)
@@ -280,7 +302,7 @@ def _value_signature(value: Any, own: frozenset[int], known: dict[int, Any]) -> 
         return _constant(value)
     if isinstance(value, torch.Tensor):
         facts = (0 if value.is_inference() else value._version, value.shape, value.dtype)
-        return id(value) if id(value) in own else (id(value), *facts)
+        return id(value) if id(value) in own else (_Same(value), *facts)
     if isinstance(value, VALUES):
         return (kind, repr(value))
     if isinstance(value, np.ndarray):
@@ -299,5 +321,5 @@ def _contents_signature(value: Any, own: frozenset[int], known: dict[int, Any]) 
     if _is_record(value):
         # In order of names: an attribute taken away for a while and put back comes last.
         fields = tuple([(name, _value_signature(part, own, known)) for name, part in sorted(_fields(value).items())])
-        return (type(value), id(value) if callable(value) else 0, fields)
-    return id(value)
+        return (type(value), _Same(value) if callable(value) else 0, fields)
+    return _Same(value)

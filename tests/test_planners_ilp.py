@@ -52,7 +52,7 @@ def test_the_best_schedule_is_a_plan_and_no_plan_is_better(seed: int) -> None:
     for point in brute_force(profile):
         limits = best_limits(
             profile, point.peak_bytes, seconds=20.0, num_branches=10_000, upper_seconds=point.recompute_seconds
-        )
+        ).limits
         assert limits is not None
         timeline = simulate(profile, Plan("ilp", limits))
         assert timeline.peak_bytes <= point.peak_bytes

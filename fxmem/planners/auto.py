@@ -125,15 +125,15 @@ def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Cloc
             break
         budget_bytes, cost = asked
         done.append(budget_bytes)
-        limits = ilp.best_limits(
+        found = ilp.best_limits(
             profile,
             budget_bytes,
             seconds=min(EXACT_SECONDS, clock.left_seconds),
             num_branches=EXACT_BRANCHES,
             upper_seconds=LEAST_GAIN * cost,
         )
-        if limits is not None:
-            points = pareto((*points, *judge_all(profile, "ilp", [limits], clock)))
+        if found.limits is not None:
+            points = pareto((*points, *judge_all(profile, "ilp", [found.limits], clock)))
     return points
 
 

@@ -45,6 +45,16 @@ def optimum(
     return program.milp.solve(seconds, lower_seconds, upper_seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a program was solved for."""
+
+    limits: tuple[int, ...] | None
+    """Of the best schedule found; None if none was."""
+    num_factors: int
+    """In all constraints of the program."""
+
+
 def best_limits(
     profile: GraphProfile,
     budget_bytes: int,
@@ -54,8 +64,8 @@ def best_limits(
     upper_seconds: float,
     fixed: Mapping[int, int] = MappingProxyType({}),
     most_variables: float = math.inf,
-) -> tuple[int, ...] | None:
-    """Return the retain limits of the best schedule found within ``budget_bytes``; None if none was.
+) -> Found:
+    """Return what solving for retain limits within ``budget_bytes`` that cost at most ``upper_seconds`` finds.
 
     ``fixed``: limits of storages that are not to be chosen; with each the program gets smaller. ``most_variables``: larger
     programs are not solved.
@@ -63,9 +73,10 @@ def best_limits(
     program = _Program(tables_of(profile), budget_bytes, fixed)
     program.build()
     if program.milp.num_variables > most_variables:
-        return None
+        return Found(None, 0)
     found = program.milp.solve(seconds, 0.0, upper_seconds, num_branches)
-    return program.limits(found) if found.recompute_seconds < math.inf else None
+    limits = program.limits(found) if found.recompute_seconds < math.inf else None
+    return Found(limits, program.milp.num_factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +301,10 @@ class _Program:
 
 
 def _stages(tables: Tables, events: Events) -> list[_Stage]:
-    firsts = sorted((tick, s) for s, tick in events.unpacked.items() if tables.position[s] != NO_RECIPE)
     order = [
-        (tick, s) for tick, row in enumerate(tables.ticks) for s in dict.fromkeys(row[0]) if (tick, s) in set(firsts)
+        (tick, s)
+        for tick, row in enumerate(tables.ticks)
+        for s in dict.fromkeys(row[0])
+        if events.unpacked[s] == tick and tables.position[s] != NO_RECIPE
     ]
     return [_Stage(tick, s, i + 1 == len(order) or order[i + 1][0] != tick) for i, (tick, s) in enumerate(order)]

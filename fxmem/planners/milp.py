@@ -69,6 +69,11 @@ class Milp:
     def num_variables(self) -> int:
         return len(self.cost)
 
+    @property
+    def num_factors(self) -> int:
+        """In all constraints."""
+        return sum(map(len, self.rows))
+
     def binary(self) -> int:
         return self._variable(1)
 
