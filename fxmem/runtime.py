@@ -176,7 +176,10 @@ def unpack(saved: Held | Handle | Fresh) -> torch.Tensor:
 class Tape:
     """One forward call of an emitted graph."""
 
-    def __init__(self, table: TapeTable, statics: dict[int, torch.Tensor]) -> None:
+    def __init__(
+        self, table: TapeTable, statics: dict[int, torch.Tensor], counters: dict[int, torch.Tensor] | None = None
+    ) -> None:
+        """``statics``, ``counters``: see :class:`TapeOpener`."""
         self.table = table
         self.random_states: dict[int, RandomStates] = {}
         self._views: dict[int, Views] = {}
@@ -185,6 +188,8 @@ class Tape:
         self._switches = present()
         self._statics = statics
         self._static_versions: dict[int, int] = {}
+        self._counters = counters or {}
+        self._counter_versions: dict[int, int] = {}
         self._open: dict[int, Slot] | None = {}
         self._slots: dict[int, weakref.ref[Slot]] = {}
         self._lock = threading.RLock()
@@ -338,6 +343,7 @@ class Tape:
         """End the forward."""
         self._open = None
         self._static_versions = {j: tensor._version for j, tensor in self._statics.items()}
+        self._counter_versions = {j: tensor._version for j, tensor in self._counters.items()}
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -441,22 +447,29 @@ class Tape:
                 f"parameter, buffer or input ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; "
                 f"expected version {self._static_versions[j]} instead. Call optimizer.step() after the last backward."
             )
+        if j in self._counters and self._counters[j]._version != self._counter_versions[j]:
+            raise SavedTensorModifiedError(
+                f"running statistics ({tensor.dtype}, {tuple(tensor.shape)}) that a batch norm in eval mode read were "
+                "updated by a call in training mode since; what was made of them cannot be recomputed. Call backward "
+                'before the next forward, or pass policy=[("batch_norm", "save"), ("frozen_batch_norm", "save")].'
+            )
         return tensor
 
 
 class TapeOpener(torch.nn.Module):
     """The emitted graph's ``fxmem_tape`` submodule: opens a tape for one call."""
 
-    def __init__(self, table: TapeTable, statics: tuple[int, ...]) -> None:
+    def __init__(self, table: TapeTable, statics: tuple[int, ...], counters: dict[int, torch.Tensor]) -> None:
+        """``counters``: of statics whose version does not tell when they are written, tensors whose version does."""
         super().__init__()
         self.table = table
-        self._statics = statics
+        self._statics, self._counters = statics, counters
 
     def forward(self, *statics: torch.Tensor) -> Tape:
         """Return a fresh tape. ``statics``: the parameters, buffers and inputs that recipes read, in planned order."""
         if len(statics) != len(self._statics):
             raise PlanMismatchError(f"{len(self._statics)} static tensors were planned, {len(statics)} were given")
-        return Tape(self.table, dict(zip(self._statics, statics, strict=True)))
+        return Tape(self.table, dict(zip(self._statics, statics, strict=True)), self._counters)
 
 
 class TapedCall:

@@ -341,6 +341,15 @@ def buffer_replaced(m: Any, x: Tensor) -> Tensor:
     return x * m.scale + m.mean
 
 
+def norm_in_eval_before_training(m: Any, x: Tensor) -> Tensor:
+    norm = m.parts[0].eval()
+    with torch.no_grad():
+        target = norm(x).exp()
+    first = norm(x).exp() * norm.running_mean.exp()
+    second = norm.train()(x).exp()
+    return (first * second + norm.running_var * target).sin()
+
+
 def frozen_part(m: Any, x: Tensor) -> Tensor:
     return m.parts[0](x).relu() * m.scale
 
@@ -481,6 +490,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
         (parameter_as_a_value,),
         (batch_norm_1d, NORM, lambda: nn.BatchNorm1d(WIDTH, momentum=None, affine=False)),
         (batch_norm_2d_3d, lambda: nn.BatchNorm2d(2), lambda: nn.BatchNorm3d(2, track_running_stats=False)),
+        (norm_in_eval_before_training, NORM),
         (running_counters,),
         (ema_buffer_read_before_and_after,),
         (buffer_replaced,),
@@ -1123,6 +1133,40 @@ def grad_inside(m: Any, x: Tensor) -> Tensor:
     return x * grad[0]
 
 
+def freezes_a_part_for_one_use(m: Any, x: Tensor) -> Tensor:
+    m.last.requires_grad_(False)
+    score = m.last(x)
+    m.last.requires_grad_(True)
+    return score + m.last(x.detach())
+
+
+def freezes_by_attribute(m: Any, x: Tensor) -> Tensor:
+    m.first.weight.requires_grad = False
+    return m.first(x)
+
+
+def clears_gradients(m: Any, x: Tensor) -> Tensor:
+    m.zero_grad()
+    return x.exp()
+
+
+def looks_at_gradients(m: Any, x: Tensor) -> Tensor:
+    return x.exp() if m.scale.grad is None else x * m.scale.grad
+
+
+def exchanges_a_buffer(m: Any, x: Tensor) -> Tensor:
+    m._buffers["mean"] = x.detach().mean(0)
+    return x + m.mean
+
+
+def vmap_inside(m: Any, x: Tensor) -> Tensor:
+    return x * torch.vmap(torch.dot)(m.first(x), x)[:, None]
+
+
+def jacobian_inside(m: Any, x: Tensor) -> Tensor:
+    return x * torch.func.jacrev(torch.sin)(m.first(x)).sum()
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -1142,6 +1186,13 @@ def grad_inside(m: Any, x: Tensor) -> Tensor:
         (reads_a_number, r"reads a number from a tensor .*test_hostile\.py"),
         (reentrant_checkpoint, r"use_reentrant=False"),
         (grad_inside, r"could not be captured"),
+        (freezes_a_part_for_one_use, r"requires_grad_ of a parameter in forward.*functional_call"),
+        (freezes_by_attribute, r"requires_grad_ of a parameter in forward.*outside the model"),
+        (clears_gradients, r"grad of a parameter in forward.*outside the model"),
+        (looks_at_gradients, r"grad of a parameter in forward.*outside the model"),
+        (exchanges_a_buffer, r"exchanges the buffer 'mean' in forward.*copy_"),
+        (vmap_inside, r"transform of torch\.func .*batched ops"),
+        (jacobian_inside, r"transform of torch\.func .*batched ops"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -1258,3 +1309,27 @@ def test_a_recurrent_layer_whose_weights_an_optimizer_writes_is_planned_once() -
         optimized(torch.randn(3, 2, 4)).sum().backward()
         optimizer.step()
     assert optimized.graph_module is first
+
+
+def test_running_statistics_updated_by_a_later_call_are_noticed() -> None:
+    def gradients(policy: list[tuple[Any, Any]] | None, *, updated: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(WIDTH)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), norm.eval(), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        run = model if policy is None else fxmem.optimize(model, batch(), policy=policy, optimizer=None)
+        loss = run(batch()).square().mean()
+        if updated:
+            norm.train()
+            with torch.no_grad():
+                run(batch())
+            norm.eval()
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    everything: list[tuple[Any, Any]] = [(lambda node: True, "recompute")]
+    assert all(map(same_bits, gradients(None, updated=False), gradients(everything, updated=False)))
+    with pytest.raises(fxmem.SavedTensorModifiedError, match="running statistics") as refusal:
+        gradients(everything, updated=True)
+    assert '("frozen_batch_norm", "save")' in str(refusal.value)
+    saved: list[tuple[Any, Any]] = [("batch_norm", "save"), ("frozen_batch_norm", "save"), *everything]
+    assert all(map(same_bits, gradients(None, updated=True), gradients(saved, updated=True)))

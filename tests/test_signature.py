@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +210,74 @@ def test_an_op_that_writes_without_raising_a_version_is_not_run_again() -> None:
 # -- errors and warnings -----------------------------------------------------------------------------------------------
 
 
+class Adjustable(nn.Module):
+    """A network whose forward follows what lies in its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([shared, shared, other])
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), None
+        self.flags = {"sine": True}
+        self.config = SimpleNamespace(activation=torch.tanh, layer=nn.Linear, slope=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.before is None else self.before(x).exp()
+        for layer in self.layers:
+            x = self.config.slope * self.config.activation(layer(x))
+        x = x if self.after is None else self.after(x)
+        return x.sin() if "sine" in self.flags else x.square()
+
+
+def another_layer_of_its_own(model: Adjustable) -> None:
+    model.layers[1] = model.layers[2]
+
+
+def a_layer_elsewhere(model: Adjustable) -> None:
+    model.before, model.after = None, model.before
+
+
+def another_key(model: Adjustable) -> None:
+    model.flags["cosine"] = model.flags.pop("sine")
+
+
+def a_number_beside_functions(model: Adjustable) -> None:
+    model.config.slope = 2.0
+
+
+@pytest.mark.parametrize(
+    "change", [another_layer_of_its_own, a_layer_elsewhere, another_key, a_number_beside_functions]
+)
+def test_what_lies_elsewhere_in_a_model_is_planned_for_anew(change: Callable[[Adjustable], None]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH)
+    optimized = recomputing(Adjustable(), x)
+    assert same_gradients(optimized, x)
+    change(optimized.original)
+    assert same_gradients(optimized, x)
+    assert len(optimized._compiled) == 2
+
+
+def test_a_new_function_is_never_taken_for_one_that_is_gone() -> None:
+    model, x = Adjustable(), torch.randn(ROWS, WIDTH)
+    optimized = fxmem.optimize(model, optimizer=None)
+    for factor in range(12):  # each is freed by the next, whose address may be the same
+        model.config = SimpleNamespace(activation=lambda y, by=factor: y.tanh() * by, slope=1.0)
+        assert torch.equal(optimized(x), model(x))
+
+
+def test_replaced_parameters_are_let_go_of() -> None:
+    optimized, x = recomputing(network()), torch.randn(ROWS, WIDTH)
+    replaced = []
+    for _ in range(3):
+        assert same_gradients(optimized, x)
+        replaced += [weakref.ref(p) for p in optimized.parameters()]
+        optimized.load_state_dict({name: t.clone() for name, t in optimized.state_dict().items()}, assign=True)
+    optimized(x)
+    gc.collect()
+    assert not [parameter for parameter in replaced if parameter() is not None]
+
+
 def test_numbers_that_change_from_call_to_call_are_warned_of() -> None:
     class Scaled(Extras):
         def forward(self, x: Tensor, factor: float) -> Tensor:  # type: ignore[override]
@@ -279,6 +350,15 @@ def test_the_floor_of_a_call_in_an_autocast_region_is_that_of_a_budget_too_small
     with pytest.raises(fxmem.InfeasibleBudgetError) as caught:
         call(floor - 1)
     assert caught.value.least_bytes == floor
+
+
+def test_planning_where_parametrizations_are_cached() -> None:
+    model = network()
+    nn.utils.parametrizations.weight_norm(model[0])
+    optimized, x = recomputing(model), torch.randn(ROWS, WIDTH)
+    with nn.utils.parametrize.cached():
+        assert torch.equal(optimized(x), model(x))
+    assert same_gradients(optimized, x)
 
 
 def test_planning_in_anomaly_mode() -> None:
