@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, cast
 
@@ -45,19 +46,29 @@ class _Dropout(torch.autograd.Function):
         drawn = torch.empty_like(x, dtype=torch.int8).bernoulli_(probability)  # the CPU widens int8 faster than bool
         ctx.save_for_backward(drawn)
         ctx.probability = probability
-        noise = _noise(drawn, probability, x.dtype)
-        return noise.mul_(x) if _laid_out_alike(noise, x) else x * noise
+        return _product(drawn, probability, x, in_place=True)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (drawn,) = ctx.saved_tensors
-        noise = _noise(drawn, ctx.probability, grad.dtype)
-        in_place = not (torch.is_grad_enabled() or in_batched_backward()) and _laid_out_alike(noise, grad)
-        return noise.mul_(grad) if in_place else grad * noise, None
+        in_place = not (torch.is_grad_enabled() or in_batched_backward())
+        return _product(drawn, ctx.probability, grad, in_place=in_place), None
 
 
-def _noise(drawn: torch.Tensor, probability: float, dtype: torch.dtype) -> torch.Tensor:
-    return drawn.to(dtype).div_(probability)
+def _product(drawn: torch.Tensor, probability: float, x: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+    """Return ``x * (drawn / probability)``, in one pass over both where they lie alike."""
+    ones = drawn.to(x.dtype)
+    if not (in_place and _laid_out_alike(ones, x)):
+        return x * ones.div_(probability)
+    quotient = _quotient(probability, x.dtype)
+    return torch.addcmul(x.new_full((), -0.0), ones, x, value=quotient, out=ones)  # -0.0 + y is y, zeros included
+
+
+@cache
+def _quotient(probability: float, dtype: torch.dtype) -> float:
+    """Return one over ``probability`` as the kernel divides in this dtype, whatever modes are on."""
+    with torch._C._DisableTorchDispatch():
+        return float(torch.ones((), dtype=dtype, device="cpu") / probability)
 
 
 def _laid_out_alike(dense: torch.Tensor, other: torch.Tensor) -> bool:
