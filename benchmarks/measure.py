@@ -12,7 +12,8 @@ NOTE [What is measured]
    kernels included: an independent second opinion. The tracker stays on inside code that the partitioner alone compiled;
    inductor's kernels bypass the dispatcher, there the profiler's figure is the only one and stands in both places.
 3. Time is CPU time of the process on CPU, so that neighbours on the machine count little, and wall time between
-   synchronizations on CUDA. Ratios are taken pair by pair, in alternating order; median and quartiles are kept.
+   synchronizations on CUDA. Ratios are taken turn by turn, in alternating order; median and quartiles are kept. A
+   compiled way takes its turns with the same compiler's way that recomputes nothing too.
 4. Gradients and buffers after one step from equal states and equal seeds are compared with eager's bit by bit. A
    compiled way draws other random numbers than eager, so where the model has dropout it is compared with itself
    without recomputation.
@@ -25,7 +26,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from torch.utils.flop_counter import flop_registry
 import fxmem
 from benchmarks import models
 from benchmarks.models import Batch, BenchModel
-from benchmarks.ways import EAGER, NO_RECOMPUTE, Contender, NotApplicable, Way, apply
+from benchmarks.ways import EAGER, Contender, NotApplicable, Way, apply, without_recompute
 from fxmem.step import run_step
 from fxmem.track import StorageTracker, tensors_of
 
@@ -63,6 +64,8 @@ class Row:
     """Median over interleaved pairs of the step's time over eager's."""
     time_ratio_low: float | None = None
     time_ratio_high: float | None = None
+    own_ratio: float | None = None
+    """Median of a compiled way's time over that of the same compiler without recomputation, measured in turn with it."""
     estimated_ratio: float | None = None
     num_pairs: int | None = None
     eager_seconds: float | None = None
@@ -112,9 +115,11 @@ def measure(model_name: str, scale: str, ways: Sequence[Way], seconds: float, de
 def _measure(row: Row, way: Way, initial: nn.Module, eager: Racer, eager_peak: Peak, seconds: float) -> None:
     reference = eager.gradients
     against_itself = way.compiled and _has_dropout(initial)
+    own = without_recompute(way)
+    free = Racer(own or way, initial, eager.bench, eager.batch) if own or against_itself else None
     if against_itself:
-        own = NO_RECOMPUTE if way.kind == "partitioner" else replace(way, amount=1.0)
-        reference = Racer(own, initial, eager.bench, eager.batch).gradients
+        assert free is not None
+        reference = free.gradients
     racer = Racer(way, initial, eager.bench, eager.batch)
     row.prepare_seconds = racer.prepare_seconds
     row.predicted_peak_bytes = racer.contender.predicted_peak_bytes
@@ -128,7 +133,7 @@ def _measure(row: Row, way: Way, initial: nn.Module, eager: Racer, eager_peak: P
     if way.kind == "autocast":
         row.buffers = "other precision"
     _measure_peak(row, way, racer, eager_peak)
-    _measure_times(row, eager, racer, seconds)
+    _measure_times(row, eager, racer, free if own else None, seconds)
 
 
 class Racer:
@@ -282,19 +287,18 @@ def allocator_rise_bytes(step: Callable[[], None]) -> int:
 # -- times -------------------------------------------------------------------------------------------------------------
 
 
-def _measure_times(row: Row, eager: Racer, racer: Racer, seconds: float) -> None:
-    once = _seconds_of(eager) + _seconds_of(racer)
+def _measure_times(row: Row, eager: Racer, racer: Racer, free: Racer | None, seconds: float) -> None:
+    """``free``: the same compiler's way without recomputation."""
+    racers = [eager, racer] if free is None else [eager, racer, free]
+    once = sum(_seconds_of(each) for each in racers)
     row.num_pairs = int(min(25, max(5, seconds / once)))
-    pairs = []
+    turns = []
     for i in range(row.num_pairs):
-        if i % 2:
-            before = _seconds_of(eager)
-            pairs.append((before, _seconds_of(racer)))
-        else:
-            after = _seconds_of(racer)
-            pairs.append((_seconds_of(eager), after))
-    row.time_ratio_low, row.time_ratio, row.time_ratio_high = quartiles(way / own for own, way in pairs)
-    row.eager_seconds = statistics.median(own for own, _ in pairs)
+        turns.append({each: _seconds_of(each) for each in (racers if i % 2 else racers[::-1])})
+    row.time_ratio_low, row.time_ratio, row.time_ratio_high = quartiles(taken[racer] / taken[eager] for taken in turns)
+    row.eager_seconds = statistics.median(taken[eager] for taken in turns)
+    if free is not None:
+        row.own_ratio = statistics.median(taken[racer] / taken[free] for taken in turns)
 
 
 def _seconds_of(racer: Racer) -> float:

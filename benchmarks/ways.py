@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -76,6 +76,13 @@ NOT_INSTALLABLE = {
     "Rockmate": "not installable: the PyPI wheel of rkgb lacks modules",
 }
 """Peers that do not run, with the reason; they keep their rows."""
+
+
+def without_recompute(way: Way) -> Way | None:
+    """Return the way of the same compiler that recomputes nothing; None of others and of that way itself."""
+    if way.kind == "partitioner":
+        return NO_RECOMPUTE
+    return replace(way, amount=1.0) if way.kind == "inductor" and way.amount != 1.0 else None
 
 
 def peers(*, inductor: bool = False, quick: bool = False) -> list[Way]:
@@ -174,10 +181,12 @@ def _autocast(way: Way, model: nn.Module, bench: BenchModel, batch: Batch, optim
 
 
 def _compiled(way: Way, model: nn.Module, bench: BenchModel, batch: Batch, optimizer: Any) -> Contender:
-    backend: Any = {"inductor": "inductor", "partitioner": "aot_eager_decomp_partition", "aot": _saving_backend}[
-        way.kind
-    ]
-    torch._dynamo.reset()  # the budget is none of dynamo's guards: code compiled at another one would be re-used
+    compiler = {"inductor": "inductor", "partitioner": "aot_eager_decomp_partition", "aot": _saving_backend}[way.kind]
+
+    def backend(graph_module: Any, example_inputs: Any) -> Any:
+        """Compile as the way says; each contender has a function of its own, as dynamo re-uses a backend's code."""
+        return torch._dynamo.lookup_backend(compiler)(graph_module, example_inputs)
+
     compiled = torch.compile(model, backend=backend)
     count = torch._dynamo.utils.counters["stats"]
     num_before = count["unique_graphs"]
@@ -185,7 +194,7 @@ def _compiled(way: Way, model: nn.Module, bench: BenchModel, batch: Batch, optim
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _activation_memory_budget(
             1.0 if way.amount is None else way.amount
-        ):  # read at compile time, that is, at the first call
+        ):  # read at the first call, which compiles
             output = compiled(*args, **kwargs)
         assert count["unique_graphs"] > num_before, "code compiled for another budget was re-used"
         return output

@@ -95,6 +95,20 @@ def test_a_compiled_peer_is_judged_by_its_own_time_without_recompute() -> None:
     assert not verdict.lost
 
 
+def test_a_compiled_peer_takes_turns_with_itself_without_recompute(tiny: str) -> None:
+    ways = [Way(f"p {budget}", "partitioner", budget) for budget in (1.0, 0.0)]
+    free, keeping, dropping = measure(tiny, "cpu", [NO_RECOMPUTE, *ways], 0.01)
+    assert free.own_ratio is None
+    assert keeping.own_ratio > 0
+    assert dropping.own_ratio > 0
+    assert dropping.peak_bytes < free.peak_bytes  # code compiled for one is not run for the other
+    (old, new) = (Row("m", "p", "partitioner", 0.5, time_ratio=1.8, own_ratio=own) for own in (None, 1.1))
+    assert [compare.own_ratio(row, [Row("m", "f", "aot", time_ratio=1.5), row]) for row in (old, new)] == [
+        pytest.approx(1.2),
+        1.1,
+    ]
+
+
 def test_quartiles_of_five() -> None:
     assert quartiles([5, 1, 4, 2, 3]) == (2, 3, 4)
 
