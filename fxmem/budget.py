@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def parse_budget(budget_gb: float | None, budget: int | str | None, model: torch.nn.Module, *others: Any) -> int | None:
+def parse_budget(
+    budget_gb: float | None, budget: float | str | None, model: torch.nn.Module, *others: Any
+) -> int | None:
     """Return the budget in bytes, or None for no bound; ``others``: what else a step counts that may be there already.
 
     Errors: ``BudgetError``.
@@ -54,17 +57,20 @@ def parse_gigabytes(budget_gb: float) -> int:
     return int(budget_gb * 1e9)
 
 
-def parse_bytes(budget: int | str) -> int:
-    """Return ``budget``, an int of bytes or a text such as "24GiB" or "800 MB", in bytes. Errors: ``BudgetError``."""
+def parse_bytes(budget: float | str) -> int:
+    """Return ``budget``, a whole number of bytes or a text such as "24GiB" or "800 MB", in bytes.
+
+    Errors: ``BudgetError``.
+    """
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b?)\s*", budget.lower())
         if match is None or match[2] not in _UNITS:
             raise BudgetError(f'budget {budget!r} is not a size; write bytes or, say, "24GiB" or "800MB"')
         nbytes = int(float(match[1]) * _UNITS[match[2]])
-    elif isinstance(budget, bool) or not isinstance(budget, int):
-        raise BudgetError(f'budget must be an int of bytes or a text like "24GiB", not {budget!r}')
+    elif isinstance(budget, bool) or not isinstance(budget, Real) or budget != budget // 1:
+        raise BudgetError(f'budget must be a whole number of bytes or a text like "24GiB", not {budget!r}')
     else:
-        nbytes = budget
+        nbytes = int(budget)
     if nbytes <= 0:
         raise BudgetError(f"budget must be above 0 bytes, not {budget!r}; leave it out for no bound")
     return nbytes

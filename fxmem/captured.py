@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -50,8 +50,15 @@ class Inputs:
     def of_example(example_args: Any, example_kwargs: dict[str, Any] | None, model: torch.nn.Module) -> Inputs:
         """Return the inputs that a user gives as an example: a tensor, or a tuple or list of arguments.
 
-        Errors: ``InputError`` if there is no tensor among them.
+        Errors: ``InputError`` if there is no tensor among them, or if it is a dict of the model's arguments by name.
         """
+        names = _named(getattr(model.forward, "__func__", model.forward)) - {"self"}
+        if isinstance(example_args, Mapping) and example_args and names.issuperset(example_args):
+            raise InputError(
+                f"example_args holds arguments of {type(model).__name__}.forward by name "
+                f"({', '.join(list(example_args)[:3])}); pass it as example_kwargs=dict(...), "
+                "or as (it,) if it is one argument"
+            )
         args = tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
         inputs = Inputs.of(() if example_args is None else args, example_kwargs or {}, model)
         if not inputs.tensors:

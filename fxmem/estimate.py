@@ -89,11 +89,11 @@ class Estimate:
     """For a step on CUDA: what the caching allocator makes of it (:mod:`fxmem.cuda`), cuBLAS's workspaces included."""
     _peak_at_batch: Callable[[int, bool], int] = field(repr=False)
 
-    def fits(self, budget: int | str) -> bool:
+    def fits(self, budget: float | str) -> bool:
         """True if the step fits ``budget`` (bytes, or text such as "24GiB") without recomputation."""
         return self.peak_bytes <= parse_bytes(budget)
 
-    def max_batch_size(self, budget: int | str, *, recompute: bool = False) -> int:
+    def max_batch_size(self, budget: float | str, *, recompute: bool = False) -> int:
         """Return the largest batch size whose step fits ``budget``; with ``recompute``, under fxmem's best plan.
 
         Exact: each size tried is profiled. 0 or 1 means that not even a batch of 2 fits. Errors: ``InputError`` if the

@@ -50,7 +50,7 @@ def optimize(
     example_kwargs: dict[str, Any] | None = None,
     *,
     budget_gb: float | None = None,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     optimizer: OptimizerLike = "adamw",
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     autocast: torch.dtype | None = None,

@@ -293,7 +293,8 @@ def test_an_unreachable_budget_is_refused_with_the_least_peak_and_what_holds_it(
         ({"budget_gb": "8"}, "must be a number"),
         ({"budget": 0}, "above 0 bytes"),
         ({"budget": "8 parsecs"}, "not a size"),
-        ({"budget": 1.5}, "int of bytes"),
+        ({"budget": 1.5}, "whole number of bytes"),
+        ({"budget": float("inf")}, "whole number of bytes"),
         ({"budget_gb": 8, "budget": 8}, "not both"),
         ({"planner": "magic"}, "known: auto, chen"),
         ({"optimizer": "adamwww"}, "known: .*adamw"),
@@ -318,6 +319,8 @@ def test_models_that_cannot_train_are_refused() -> None:
         fxmem.optimize(Small().eval(), torch.randn(4, 8))
     with pytest.raises(fxmem.InputError, match="no tensor"):
         fxmem.optimize(Small(), (3,))
+    with pytest.raises(fxmem.InputError, match=r"Small.forward by name \(x\); pass it as example_kwargs"):
+        fxmem.optimize(Small(), {"x": torch.randn(4, 8)})
     with pytest.raises(fxmem.InputError, match="already optimized"):
         fxmem.optimize(fxmem.optimize(Small()))
     with pytest.raises(fxmem.InputError, match="does not take these arguments"):
@@ -325,7 +328,8 @@ def test_models_that_cannot_train_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("24GiB", 24 * 2**30), ("800MB", 800 * 10**6), ("1.5 kb", 1500), ("12", 12)]
+    ("budget", "nbytes"),
+    [("24GiB", 24 * 2**30), ("800MB", 800 * 10**6), ("1.5 kb", 1500), ("12", 12), (16e6, 16_000_000)],
 )
-def test_budgets_are_read_as_written(text: str, nbytes: int) -> None:
-    assert fxmem.budget.parse_budget(None, text, Small()) == nbytes
+def test_budgets_are_read_as_written(budget: float | str, nbytes: int) -> None:
+    assert fxmem.budget.parse_budget(None, budget, Small()) == nbytes
