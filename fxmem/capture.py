@@ -45,7 +45,7 @@ from fxmem.opaque import Opaque, kept_whole, opaque_call
 from fxmem.regions import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
 from fxmem.structures import outputs_looked_into
 from fxmem.switches import NOTED, noted_in_nodes
-from fxmem.values import KnownValues, Read, answered, seeing_values
+from fxmem.values import KnownValues, Read, answered, places_of, seeing_values
 
 aten = torch.ops.aten
 
@@ -92,6 +92,8 @@ def capture(
     graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
     guards = SizeGuards(conditions, inspect.signature(model.forward)) if dynamic else None
+    if _has_places(graph_module):
+        reads += tuple(places_of(inputs.leaves))
     captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device, reads, guards)
     _check_scalars(model, captured)
     _check_recurrent(model, captured)
@@ -258,6 +260,11 @@ def _exported(
             if not values.followed_any:
                 break
     return export(None)
+
+
+def _has_places(graph_module: fx.GraphModule) -> bool:
+    """True if ops are told, as a constant, where on a storage to begin: that of an input may be otherwise next time."""
+    return any(node.target is aten.as_strided.default and len(node.args) > 3 for node in graph_module.graph.nodes)
 
 
 def _check_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

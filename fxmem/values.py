@@ -1,10 +1,10 @@
 """What a model reads of its inputs' values: answered while it is captured, and written down as a condition of its graph.
 
 A model may look at values to choose a way: transformers leaves out an attention mask that is all ones, and takes another
-kernel. A graph has one way, so it holds for those calls only that take it. In: a call's real leaves and the fakes that
-stand for them. Out: :class:`Read`, what was read and how to read it from another call's leaves. Values are known of integer
-and bool inputs, of constants the model makes, and of whatever is computed from these alone; not of parameters or floats,
-which change in every step.
+kernel. A graph has one way, so it holds for those calls only that take it; likewise where a tensor begins on its storage,
+if a graph has that as a constant. In: a call's real leaves and the fakes that stand for them. Out: :class:`Read`, what was
+read and how to read it from another call's leaves. Values are known of integer and bool inputs, of constants the model
+makes, and of whatever is computed from these alone; not of parameters or floats, which change in every step.
 """
 
 from __future__ import annotations
@@ -85,6 +85,13 @@ def all_hold(reads: Sequence[Read], leaves: Sequence[Any]) -> bool:
             return all(read.kind(of(read.value)) == read.seen for read in reads)
     except RuntimeError:  # leaves of sizes that these reads are not for
         return False
+
+
+def places_of(leaves: Sequence[Any]) -> Iterator[Read]:
+    """Yield looks at where each of ``leaves`` begins on its storage."""
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+            yield Read(torch.Tensor.storage_offset, Leaf(i), int(leaf.storage_offset()))
 
 
 _BRANCHES = frozenset({torch.Tensor.__bool__})

@@ -60,6 +60,27 @@ def test_slices_of_one_tensor_share_a_plan() -> None:
     assert len(optimized._compiled) == 1
 
 
+class Windows(nn.Module):
+    """Looks at overlapping windows of its input; ``asks``: by where that begins on its storage."""
+
+    def __init__(self, *, asks: bool) -> None:
+        super().__init__()
+        self.inner, self.asks = network(), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = (x.storage_offset(),) if self.asks else ()
+        return self.inner(x.as_strided((ROWS - 1, 2, WIDTH), (WIDTH, WIDTH, 1), *place)).exp()
+
+
+@pytest.mark.parametrize(("asks", "num_plans"), [(False, 1), (True, 3)])
+def test_a_model_that_asks_where_its_input_lies_is_planned_for_each_place(asks: bool, num_plans: int) -> None:
+    data = torch.randn(4 * ROWS, WIDTH)
+    optimized = recomputing(Windows(asks=asks), data[:ROWS])
+    for start in (0, ROWS, 7, 0):
+        assert same_gradients(optimized, data[start : start + ROWS])
+    assert sum(map(len, optimized._compiled.values())) == num_plans
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
