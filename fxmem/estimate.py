@@ -24,8 +24,9 @@ from fxmem.cuda import Allocation, AllocatorPeaks
 from fxmem.effects import replaced
 from fxmem.errors import InputError, unit_of
 from fxmem.fake import FakeWorld
-from fxmem.pipeline import Settings, frontier_of, profile_as_captured, profile_model
+from fxmem.pipeline import Settings, frontier_of, least_peak_bytes, profile_as_captured, profile_model
 from fxmem.simulate import keep_all, simulate
+from fxmem.sizes import Planned
 from fxmem.step import LossFn, OptimizerLike, TrainingStep, check_step
 from fxmem.types import GraphProfile, Phase, Timeline
 from fxmem.verify import cuda_peaks, eager_peak_bytes
@@ -87,7 +88,7 @@ class Estimate:
     """The least peak any plan reaches."""
     cuda: AllocatorPeaks | None
     """For a step on CUDA: what the caching allocator makes of it (:mod:`fxmem.cuda`), cuBLAS's workspaces included."""
-    _peak_at_batch: Callable[[int, bool], int] = field(repr=False)
+    _peak_at_batch: Callable[[int, int | None], int] = field(repr=False)
 
     def fits(self, budget: float | str) -> bool:
         """True if the step fits ``budget`` (bytes, or text such as "24GiB") without recomputation."""
@@ -100,7 +101,8 @@ class Estimate:
         example has a batch of 1, ``CaptureError`` if the model is tied to its batch size.
         """
         budget_bytes = parse_bytes(budget)
-        return largest_batch(lambda size: self._peak_at_batch(size, recompute), budget_bytes)
+        planned_for = budget_bytes if recompute else None
+        return largest_batch(lambda size: self._peak_at_batch(size, planned_for), budget_bytes)
 
     def __str__(self) -> str:
         unit, scale = unit_of(self.peak_bytes)
@@ -186,15 +188,18 @@ def estimate(
     plan = keep_all(graph_profile)
     timeline = simulate(graph_profile, plan, with_steps=True)
 
-    def peak_at_batch(size: int, recompute: bool) -> int:
-        """Peak at another batch size, as it is or under the plan of the least peak."""
+    points = frontier_of(planned_profile, settings)
+    planned = [Planned(planned_profile, points)]
+
+    def peak_at_batch(size: int, budget_bytes: int | None) -> int:
+        """Peak at another batch size, as it is or under a plan: one within the budget, else that of the least peak."""
         other = resized(inputs, batch_dims(inputs), size)
         with on_fakes():
             graph = fitting(dynamic(), model, other)
-            if not recompute:
+            if budget_bytes is None:
                 return eager_peak_bytes(model, graph, other, step)
             profile = profile_model(model, graph, other, settings).profile
-        return frontier_of(profile, settings)[-1].peak_bytes
+        return least_peak_bytes(profile, settings, planned, budget_bytes)
 
     captures: list[Any] = []
 
@@ -208,7 +213,7 @@ def estimate(
         peak_at=place_of(graph_profile, timeline.peak_step),
         breakdown=breakdown_of(graph_profile, timeline.peak_step, peak_bytes),
         timeline=timeline,
-        floor_bytes=frontier_of(planned_profile, settings)[-1].peak_bytes,
+        floor_bytes=points[-1].peak_bytes,
         cuda=cuda_peaks(events) if on_cuda else None,
         _peak_at_batch=peak_at_batch,
     )

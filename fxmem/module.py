@@ -28,7 +28,7 @@ from fxmem.captured import Captured, Dims, Inputs
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
 from fxmem.measure import may_measure
 from fxmem.parts import capture_or_advise
-from fxmem.pipeline import Compiled, Settings, compile_model, frontier_of, profile_model
+from fxmem.pipeline import Compiled, Settings, compile_model, least_peak_bytes, profile_model
 from fxmem.planners import PLANNERS
 from fxmem.policy import Rule, check_policy
 from fxmem.report import Report
@@ -304,12 +304,13 @@ class OptimizedModule(torch.nn.Module):
         """Return the largest size of the dynamic dimensions at which some plan fits."""
         budget_bytes = self._settings.budget_bytes
         assert budget_bytes is not None
+        planned: list[Planned] = []
 
         def floor_bytes(size: int) -> int:
             other = resized(inputs, captured.dynamic, size)
             graph = fitting(captured, self.original, other)
             profiled = profile_model(self.original, graph, other, replace(self._settings, measure=False))
-            return frontier_of(profiled.profile, self._settings)[-1].peak_bytes
+            return least_peak_bytes(profiled.profile, self._settings, planned, budget_bytes)
 
         return largest_batch(floor_bytes, budget_bytes)
 

@@ -33,7 +33,7 @@ from fxmem.report import Report, build_report
 from fxmem.report.text import place_of_tick
 from fxmem.rewrite import rewrite
 from fxmem.simulate import keep_all, simulate
-from fxmem.sizes import Planned, counterparts, of_same_graph, taken_over
+from fxmem.sizes import Planned, carried_over, counterparts, of_same_graph, taken_over
 from fxmem.step import TrainingStep
 from fxmem.timing import Hardware, hardware_for
 from fxmem.types import FrontierPoint, GraphProfile, Plan, Timeline, Verification
@@ -183,6 +183,18 @@ def frontier_of(graph_profile: GraphProfile, settings: Settings) -> tuple[Fronti
         if settings.cache:
             stored.store(constrained, name, seconds, points)
     return pareto(enforce(constrained, pareto((_keep_all(graph_profile), *points)), recomputed))
+
+
+def least_peak_bytes(profile: GraphProfile, settings: Settings, planned: list[Planned], budget_bytes: int) -> int:
+    """Return the least peak of a plan, or that of any plan of an earlier size that is within the budget.
+
+    ``planned``: sizes of the same graph, to which this one is added if it had to be planned for.
+    """
+    points = carried_over(profile, of_same_graph(profile, planned)[:1], settings.policy)
+    if cheapest_within(points, budget_bytes) is None:
+        points = frontier_of(profile, settings)
+        planned.append(Planned(profile, points))
+    return min(point.peak_bytes for point in points)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,14 +41,21 @@ def of_same_graph(profile: GraphProfile, planned: Sequence[Planned]) -> list[Pla
     return sorted(same, key=lambda one: abs(math.log(_managed_bytes(one.profile) / nbytes)))
 
 
+def carried_over(
+    profile: GraphProfile, earlier: Sequence[Planned], policy: tuple[Rule, ...]
+) -> tuple[FrontierPoint, ...]:
+    """Return the frontier that the plans of ``earlier`` sizes make for ``profile``."""
+    constrained, recomputed = constrain(profile, policy)
+    limits = [p.plan.limits for one in earlier for p in one.points if _may_have(constrained, p.plan)]
+    return enforce(constrained, judge_all(constrained, "earlier size", limits, Clock(SECONDS)), recomputed)
+
+
 def taken_over(
     profile: GraphProfile, earlier: Sequence[Planned], policy: tuple[Rule, ...], budget_bytes: int
 ) -> tuple[FrontierPoint, ...]:
     """Return the frontier that the plans of ``earlier`` sizes, the nearest first, make for ``profile``; empty if none of
     them is good enough for the budget."""
-    constrained, recomputed = constrain(profile, policy)
-    limits = [p.plan.limits for one in earlier for p in one.points if _may_have(constrained, p.plan)]
-    points = enforce(constrained, judge_all(constrained, "earlier size", limits, Clock(SECONDS)), recomputed)
+    points = carried_over(profile, earlier, policy)
     if cheapest_within(points, budget_bytes) is None:
         return ()
     nearest, span = earlier[0], _span(points)
@@ -56,6 +63,7 @@ def taken_over(
     least, most = _span(nearest.points)
     as_planned, _ = constrain(nearest.profile, policy)
     usual = _gap_ratio(as_planned, nearest.points, round(least + share * (most - least)))
+    constrained, _ = constrain(profile, policy)
     return points if _gap_ratio(constrained, points, budget_bytes) <= usual + MOST_WORSE else ()
 
 

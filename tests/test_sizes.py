@@ -141,6 +141,22 @@ def test_texts_of_many_lengths_are_planned_for_few_times(monkeypatch: pytest.Mon
     assert names[-1] == "keep_all"  # fits as it is
 
 
+def test_the_largest_batch_is_looked_for_with_plans_made_for_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    plannings = Plannings(monkeypatch)
+    estimate = fxmem.estimate(Texts(), texts(64), planner="mincut", optimizer=None)
+    sizes: list[int] = []
+    peak_at_batch = estimate._peak_at_batch
+
+    def watched(size: int, budget_bytes: int | None) -> int:
+        sizes.append(size)
+        return peak_at_batch(size, budget_bytes)
+
+    object.__setattr__(estimate, "_peak_at_batch", watched)
+    largest = estimate.max_batch_size(4 * estimate.floor_bytes, recompute=True)
+    assert largest > 8
+    assert plannings.count < len(sizes)  # those that an earlier plan fits are not planned for; the example was
+
+
 def test_sizes_in_an_autocast_region_with_dropout() -> None:
     def network() -> nn.Sequential:
         torch.manual_seed(0)
