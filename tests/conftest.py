@@ -1,6 +1,7 @@
 """What all tests share: one thread, a fixed seed before each test, hypothesis profiles, skipping without a GPU."""
 
 import os
+from pathlib import Path
 
 # Before any import of these libraries: models are built from configurations, nothing is downloaded.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,3 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seed() -> None:
     """Makes each test independent of which tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def kept_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lets a test that asks for several budgets of one model plan it once, as any user does."""
+    monkeypatch.setenv("FXMEM_CACHE", "1")
+    monkeypatch.setenv("FXMEM_CACHE_DIR", str(tmp_path / "plans"))

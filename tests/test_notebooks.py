@@ -25,12 +25,9 @@ def test_a_notebook_is_committed_with_its_outputs(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("kept_plans")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_no_cell_takes_two_minutes(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("FXMEM_CACHE", "1")  # what one cell has planned, a later one need not, as for any user
-    monkeypatch.setenv("FXMEM_CACHE_DIR", str(tmp_path))
+def test_a_notebook_runs_and_no_cell_takes_two_minutes(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
     nbclient.NotebookClient(notebook, timeout=MOST_SECONDS, resources=resources).execute()

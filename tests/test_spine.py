@@ -54,6 +54,7 @@ class _Watched:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.usefixtures("kept_plans")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_real_model_trains_inside_its_budget_with_eager_bits(name: str) -> None:
     entry = zoo.get(name)
