@@ -192,3 +192,12 @@ def source_of(node: fx.Node) -> Source:
         return Source(str(path))
     file, _, rest = user[-1].removeprefix('File "').partition('", line ')
     return Source(str(path), f"{file.rsplit('/', 1)[-1]}:{rest.partition(',')[0]}")
+
+
+def count_of_batches(graph_module: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
+    """Return what a batch norm raises whenever it updates the running statistics that ``node`` reads; None of others."""
+    path, _, name = str(node.target).rpartition(".")
+    if node.op != "get_attr" or name not in ("running_mean", "running_var"):
+        return None
+    count = getattr(attribute_of(graph_module, path) if path else graph_module, "num_batches_tracked", None)
+    return count if isinstance(count, torch.Tensor) else None

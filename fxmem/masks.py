@@ -10,6 +10,7 @@ lie on the CPU are concerned: CUDA's masks have one byte. Dropouts in place stay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -58,9 +59,9 @@ class _Dropout(torch.autograd.Function):
 def _product(drawn: torch.Tensor, probability: float, x: torch.Tensor, *, in_place: bool) -> torch.Tensor:
     """Return ``x * (drawn / probability)``, in one pass over both where they lie alike."""
     ones = drawn.to(x.dtype)
-    if not (in_place and _laid_out_alike(ones, x)):
-        return x * ones.div_(probability)
     quotient = _quotient(probability, x.dtype)
+    if not (in_place and math.isfinite(quotient) and _laid_out_alike(ones, x)):
+        return x * ones.div_(probability)
     return torch.addcmul(x.new_full((), -0.0), ones, x, value=quotient, out=ones)  # -0.0 + y is y, zeros included
 
 

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from fxmem.captured import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld, ScalarReads
+from fxmem.frozen import frozen_batch_norm
 from fxmem.regions import op_of
 from fxmem.step import Gradients, TrainingStep, default_loss, gradients_of, run_step, warm_fake_step
 from fxmem.track import StorageTracker, has_storage, parts_of, tensors_of
@@ -30,7 +31,7 @@ from fxmem.views import View
 
 aten = torch.ops.aten
 
-STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
+STATISTICS = dict.fromkeys((aten.batch_norm.default, aten.instance_norm.default, frozen_batch_norm), (3, 4, 5))
 """Places of running mean, running variance, and of the flag that batch statistics are computed from the batch. Then the
 running ones are updated and not read: without them the op makes the same (NOTE [Same bits on a re-run], 6)."""
 

@@ -31,7 +31,8 @@ def capture_or_advise(model: torch.nn.Module, inputs: Inputs, autocast: Autocast
     try:
         return capture(model, inputs, autocast)
     except CaptureError as error:
-        parts = capturable_parts(model, inputs, autocast)
+        strided = all(tensor.layout is torch.strided for tensor in inputs.tensors)
+        parts = capturable_parts(model, inputs, autocast) if strided else ()
         if not parts:
             raise
         lines = "; ".join(f"{path} = fxmem.optimize({path}, ...)" for path in map(_as_code, parts))

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from fxmem.autocast import autocast_as_in_forward
 from fxmem.bindings import callable_of
-from fxmem.captured import Captured, Inputs, source_of
+from fxmem.captured import Captured, Inputs, count_of_batches, source_of
 from fxmem.errors import PlanMismatchError
 from fxmem.fake import FakeWorld
-from fxmem.observe import NodeObservation, Observation, observe
-from fxmem.regions import op_text
+from fxmem.observe import STATISTICS, NodeObservation, Observation, observe
+from fxmem.regions import op_of, op_text
 from fxmem.replay import NodeReplay, Replay, SavedInRerun
 from fxmem.step import BARE, Gradients, TrainingStep, usual_gradients
 from fxmem.ticks import managed_storages, ticks_of
@@ -256,6 +256,8 @@ class _Builder:
             s = view.storage
             if place in node.updates:
                 continue
+            if place in STATISTICS.get(op_of(node.node.target), ())[:2] and not self._is_counted(s):
+                return f"{node.node.name} reads running statistics, whose updates no count of batches tells"
             final = self.seen.versions.get(s, 0)
             if self._place(s) is None:
                 return f"{node.node.name} reads memory of unknown origin"
@@ -264,6 +266,12 @@ class _Builder:
             if final and self.seen.statics.get(s) in self.attributes:
                 return f"{node.node.name} reads {self.seen.statics[s]}, which every forward writes"
         return ""
+
+    def _is_counted(self, s: int) -> bool:
+        """True if running statistics come with a count that every update of them raises; it raises no version of theirs."""
+        graph_module = self.captured.graph_module
+        name = self.seen.statics.get(s)
+        return any(n.name == name and count_of_batches(graph_module, n) is not None for n in graph_module.graph.nodes)
 
     def _never_made_anew(self) -> dict[int, str]:
         """Why storages, by serial, are no products of a recipe."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from fxmem.bindings import callable_of
-from fxmem.captured import attribute_of
+from fxmem.captured import attribute_of, count_of_batches
 from fxmem.profile import Profiled
 from fxmem.replay import Replay
 from fxmem.runtime import NodeTape, TapedCall, TapeOpener, TapeTable, close_tape
@@ -76,7 +75,7 @@ def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:
     counters = {
         j: count
         for j in statics
-        if (count := _count_of_batches(captured, by_name[profiled.static_names[~j]])) is not None
+        if (count := count_of_batches(captured, by_name[profiled.static_names[~j]])) is not None
     }
     opener = TapeOpener(_table(profiled, plan, live, tapes), tuple(statics), counters)
     return fx.GraphModule({**attributes, "fxmem_tape": opener}, graph, class_name="Optimized")
@@ -84,15 +83,6 @@ def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:
 
 def _read_static(graph: fx.Graph, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     return env[node] if node in env else graph.node_copy(node)
-
-
-def _count_of_batches(captured: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
-    """Return what a batch norm raises whenever it updates the running statistics that ``node`` reads; None of others."""
-    path, _, name = str(node.target).rpartition(".")
-    if node.op != "get_attr" or name not in ("running_mean", "running_var"):
-        return None
-    count = getattr(attribute_of(captured, path) if path else captured, "num_batches_tracked", None)
-    return count if isinstance(count, torch.Tensor) else None
 
 
 def _statics_of(replay: Replay | None) -> tuple[int, ...]:

@@ -30,8 +30,8 @@ VALUES: tuple[type, ...] = (
     *(np.generic, torch.dtype, torch.device, torch.layout),
 )
 """Classes whose objects count by value."""
-NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
-"""Classes whose objects a record may hold, too; they count by identity."""
+NAMED = (types.FunctionType, types.BuiltinFunctionType, type, torch.Tensor)
+"""Classes whose objects a record may hold, too; they count by identity, tensors by version too."""
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 """Classes whose objects' elements count too."""
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
@@ -231,8 +231,8 @@ def _holders_in(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _is_record(value: Any, seen: set[int] | None = None) -> bool:
-    """True if ``value`` is an object with attributes that are all values, functions, classes, or containers or records of
-    such.
+    """True if ``value`` is an object with attributes that are all values, functions, classes, tensors, or containers or
+    records of such.
 
     ``seen``: ids of those already looked at on the way, which may hold each other.
     """

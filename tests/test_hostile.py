@@ -1044,6 +1044,12 @@ def test_a_layer_skipped_by_chance_is_refused_in_one_message_and_nothing_is_prin
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_nested_tensor_is_refused_by_its_layout() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(2, WIDTH), torch.randn(3, WIDTH)], layout=torch.jagged)
+    with pytest.raises(fxmem.CaptureError, match=r"layout torch\.jagged"):
+        fxmem.optimize(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nested)
+
+
 def test_lazy_parameters_are_refused() -> None:
     with pytest.raises(fxmem.InputError, match=r"lazy.*run one forward"):
         fxmem.optimize(nn.Sequential(nn.LazyLinear(3)), batch())
@@ -1309,6 +1315,35 @@ def test_a_recurrent_layer_whose_weights_an_optimizer_writes_is_planned_once() -
         optimized(torch.randn(3, 2, 4)).sum().backward()
         optimizer.step()
     assert optimized.graph_module is first
+
+
+class Uncounted(nn.Module):
+    """A batch norm of somebody's own, which counts no batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("var", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.var, self.weight, None, self.training)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_running_statistics_without_a_count_are_not_read_again(frozen: bool) -> None:
+    def gradients(policy: list[tuple[Any, Any]] | None) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        norm = Uncounted().requires_grad_(not frozen)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), norm.eval(), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        run = model if policy is None else fxmem.optimize(model, batch(), policy=policy, optimizer=None)
+        first = run(batch())
+        norm.train()
+        second = run(2 * batch() + 1)
+        (first.square().mean() + second.sin().mean()).backward()
+        return [p.grad for p in model.parameters()]
+
+    assert all(map(same_bits, gradients(None), gradients([(lambda node: True, "recompute")])))
 
 
 def test_running_statistics_updated_by_a_later_call_are_noticed() -> None:

@@ -96,7 +96,7 @@ ONLY = {
         "frozen",
         "faithful",
     },
-    "observe": {"types", "errors", "track", "fake", "regions", "views", "step", "captured"},
+    "observe": {"types", "errors", "track", "fake", "regions", "frozen", "views", "step", "captured"},
     "ticks": {"types", "errors", "observe"},
     "profile": {
         "types",

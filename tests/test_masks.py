@@ -52,6 +52,16 @@ def test_dropout_gives_the_same_bits(p: float, dtype: torch.dtype, memory_format
     assert any("with masks of bytes" in plan for plan in checked.peaks)
 
 
+def test_a_probability_whose_inverse_overflows_gives_the_same_bits() -> None:
+    x = torch.randn(256, 8, dtype=torch.half)
+
+    def drawn(dropout: Any) -> Tensor:
+        torch.manual_seed(0)
+        return dropout(x, 1 - 1e-6, True)
+
+    assert same_bits(drawn(torch.ops.aten.dropout), drawn(byte_dropout))
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -279,6 +279,32 @@ def test_what_lies_elsewhere_in_a_model_is_planned_for_anew(change: Callable[[Ad
     assert len(optimized._compiled) == 2
 
 
+class Scaled(nn.Module):
+    """Scales by a helper object, which holds a number beside a tensor that is none of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.helper = SimpleNamespace(slope=1.0, table=torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) * self.helper.slope).sin() * self.helper.table.sum()
+
+
+def test_numbers_and_tensors_of_a_helper_object_are_watched() -> None:
+    x = torch.randn(ROWS, WIDTH)
+    optimized = recomputing(Scaled(), x)
+    helper = optimized.original.helper
+    assert same_gradients(optimized, x)
+    helper.slope = 3.0
+    assert same_gradients(optimized, x)
+    helper.table.mul_(2.0)
+    assert same_gradients(optimized, x)
+    helper.table = torch.full((2,), 5.0)
+    assert same_gradients(optimized, x)
+    assert len(optimized._compiled) == 4
+
+
 def test_a_new_function_is_never_taken_for_one_that_is_gone() -> None:
     model, x = Adjustable(), torch.randn(ROWS, WIDTH)
     optimized = fxmem.optimize(model, optimizer=None)
