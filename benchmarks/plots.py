@@ -74,7 +74,8 @@ def _axes(width: float = 7.0, height: float = 4.2) -> tuple[Any, Any]:
 
 def peak_time(name: str, rows: list[Row]) -> Any:
     """Return a figure of every way on one model: peak as a share of eager's, time over eager's; lower left is better."""
-    of_model = [row for row in rows if row.model == name and row.time_ratio is not None and row.peak_bytes is not None]
+    measured = [row for row in rows if row.model == name and row.time_ratio is not None and row.peak_bytes is not None]
+    of_model = [row for row in measured if row.kind == "fxmem" or row.kind in STYLE]
     figure, axes = _axes(7.0, 5.0)
     axes.plot(1, 1, "o", color="#222", markersize=9, label="eager")
     named: set[str] = set()
@@ -119,7 +120,8 @@ def _limit(axes: Any, rows: list[Row]) -> None:
     most = max(1.6, 1.25 * max((r for r in peers if r is not None), default=1.5))
     beyond = [row for row in rows if (row.time_ratio or 0) > most]
     highest = max((row.time_ratio or 0) for row in rows)
-    axes.set_ylim(0.9, most if beyond else max(1.3, 1.08 * highest))
+    lowest = min((row.time_ratio or 1) for row in rows)
+    axes.set_ylim(min(0.9, 0.95 * lowest), most if beyond else max(1.3, 1.08 * highest))
     for row in beyond:
         share = row.peak_bytes / row.eager_peak_bytes  # type: ignore[operator]
         axes.annotate(f"×{row.time_ratio:.1f}", (share, most), ha="center", va="top", size=8, color=OURS,
