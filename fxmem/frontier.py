@@ -66,7 +66,7 @@ def frontier(
 ) -> Frontier:
     """Return the budgets at which the plan changes, falling, down to the least peak reachable.
 
-    The first keeps everything, on the CPU with dropout masks of bytes. Arguments are those of :func:`fxmem.optimize`;
+    The first keeps everything, each call saving as little as it may. Arguments are those of :func:`fxmem.optimize`;
     ``plan_seconds`` is the planner's CPU time. Peaks are planned, not yet verified on the emitted module. Errors:
     ``InputError``, ``CaptureError``.
     """

@@ -23,7 +23,7 @@ from fxmem.check import check_plan
 from fxmem.cuda import Allocation
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.inplace import decide, in_place
-from fxmem.masks import num_byte_masks, with_byte_masks
+from fxmem.lean import notes_of, with_lean_saves
 from fxmem.measure import with_measured_times, with_times_like
 from fxmem.planners import PLANNERS, cheapest_within, pareto, stored
 from fxmem.planners.gap import lower_bound
@@ -90,10 +90,10 @@ def compile_model(
     plain = profile_as_captured(model, captured, inputs, settings)
     profiled, chosen, planned = plain, emit_if_all_fits(plain, inputs, settings), None
     if chosen is None:
-        narrow = profile_with_byte_masks(plain, model, inputs, settings)
-        profiled, chosen = emit_taken_over(narrow, model, inputs, settings, earlier)
+        lean = profile_with_lean_saves(plain, model, inputs, settings)
+        profiled, chosen = emit_taken_over(lean, model, inputs, settings, earlier)
     if chosen is None:
-        profiled = with_measured_times(narrow, cache=settings.cache) if settings.measure else narrow
+        profiled = with_measured_times(lean, cache=settings.cache) if settings.measure else lean
         planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
         chosen = emit_within_budget(profiled, inputs, settings, planned.points)
     eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, gradients=profiled.gradients)
@@ -154,18 +154,18 @@ def profile_as_captured(model: torch.nn.Module, captured: Captured, inputs: Inpu
 def profile_for_short_memory(
     profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings
 ) -> Profiled:
-    """Return the profile of the same graph, its dropout masks of bytes, with times of the device or the one asked for."""
-    narrow = profile_with_byte_masks(profiled, model, inputs, settings)
-    return with_measured_times(narrow, cache=settings.cache) if settings.measure else narrow
+    """Return the profile of the same graph that saves less, with times of the device or of the one asked for."""
+    lean = profile_with_lean_saves(profiled, model, inputs, settings)
+    return with_measured_times(lean, cache=settings.cache) if settings.measure else lean
 
 
-def profile_with_byte_masks(profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings) -> Profiled:
-    """Return the profile of the same graph, its dropout masks of bytes, with estimated times."""
-    narrow = with_byte_masks(profiled, lambda node: any(matches(where, node) for where, _ in settings.policy))
-    if narrow is profiled.captured:
+def profile_with_lean_saves(profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings) -> Profiled:
+    """Return the profile of the same graph, with calls that save less than autograd's own, with estimated times."""
+    lean = with_lean_saves(profiled, lambda node: any(matches(where, node) for where, _ in settings.policy))
+    if lean is profiled.captured:
         return profiled
     hardware = settings.hardware or _hardware_of(model)
-    return replace(profile(narrow, inputs, hardware.seconds, settings.step, profiled), inplace=profiled.inplace)
+    return replace(profile(lean, inputs, hardware.seconds, settings.step, profiled), inplace=profiled.inplace)
 
 
 def _keep_all(graph_profile: GraphProfile) -> FrontierPoint:
@@ -317,7 +317,4 @@ def _notes(settings: Settings, captured: Captured) -> tuple[str, ...]:
         notes.append(
             "torch.backends.cudnn.benchmark is on: a convolution that runs again may choose another kernel, and bits differ"
         )
-    num_masks = num_byte_masks(captured)
-    if num_masks:
-        notes.append(f"dropout masks of {num_masks} calls have one byte an element")
-    return tuple(notes)
+    return (*notes, *notes_of(captured))

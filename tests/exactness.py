@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from fxmem.autocast import Autocast
 from fxmem.capture import capture
 from fxmem.captured import Captured, Inputs
-from fxmem.masks import with_byte_masks
+from fxmem.lean import with_lean_saves
 from fxmem.planners import PLANNERS
 from fxmem.profile import Profiled, profile
 from fxmem.rewrite import rewrite
@@ -64,8 +64,8 @@ def tightest(graph_profile: GraphProfile) -> Plan:
     return min(points, key=lambda point: point.peak_bytes).plan
 
 
-NUM_PLANS_WITH_BYTES = 2
-"""Of the plans, the last ones are checked with dropout masks of bytes too, where the model has any."""
+NUM_LEAN_PLANS = 2
+"""Of the plans, the last ones are checked with calls that save less too, where the model has any."""
 
 PLANS: tuple[MakePlan, ...] = (keep_all, drop_all, on_the_way, random_limits(1), random_limits(2), tightest)
 
@@ -223,10 +223,10 @@ def check(
     assert not changed, f"planning changed {changed}"
     plans, peaks, found = tuple(plans), {}, []
     graphs = [("", profiled, plans)]
-    narrow = with_byte_masks(profiled, lambda node: False)
-    if narrow is not captured:
-        with_bytes = profile(narrow, example, PRESETS["cpu"].seconds, TrainingStep(loss))
-        graphs.append((" with masks of bytes", with_bytes, plans[-NUM_PLANS_WITH_BYTES:]))
+    lean = with_lean_saves(profiled, lambda node: False, least_share=0.0)
+    if lean is not captured:
+        leaner = profile(lean, example, PRESETS["cpu"].seconds, TrainingStep(loss))
+        graphs.append((" saving less", leaner, plans[-NUM_LEAN_PLANS:]))
     for what, graph, its_plans in graphs:
         for make_plan in its_plans:
             plan = make_plan(graph.profile)

@@ -1,0 +1,340 @@
+"""Calls that are to save less than they do: found from the profile, seen on fakes, written into the captured graph.
+
+In: a profiled graph. Out: the captured graph in which dropouts (attentions with one inside too), max poolings and ops
+whose backward does not read their input are exchanged for those of :mod:`fxmem.lean_ops`. A call is taken apart on fakes
+into the ops it consists of, below autocast, so the forms need to be written for ATen's own ops only. An input is left
+unsaved where no other op saves it; all its savers may be such ops. Masks and indices stay what they are on CUDA: masks have
+one byte there, and a pooling that runs again takes no longer than its indices made narrow and wide again, while the CPU
+computes for long. Dropouts in place stay what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fxmem.autocast import Autocast
+from fxmem.bindings import callable_of
+from fxmem.captured import Captured, with_unused_state
+from fxmem.fake import FakeWorld, made_outside
+from fxmem.lean_ops import (
+    BACKWARDS,
+    POOL_BACKWARDS,
+    byte_dropout,
+    frozen_convolution,
+    index_dtype,
+    input_unread,
+    kept_with,
+    lean_max_pool,
+    split_dim,
+)
+from fxmem.profile import Profiled
+from fxmem.regions import Region, Scoped, op_of, region_of
+from fxmem.types import NodeProfile
+from fxmem.views import View
+
+aten = torch.ops.aten
+Target = Callable[..., Any]
+
+MOST_PARTS = 60
+"""An attention has about 30; what has many more (an RNN's time steps) runs faster whole."""
+
+LEAST_SHARE = 0.02
+"""Of the bytes that autograd saves: what poolings and unread inputs must be worth, since another graph is profiled anew."""
+
+MAX_POOLS = {aten.max_pool1d.default: 1, aten.max_pool2d.default: 2, aten.max_pool3d.default: 3}
+"""By op, the dimensions that its indices count in."""
+
+CONVOLUTIONS = (
+    *(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default),
+    *(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
+    *(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
+)
+SHAPE_ONLY = (
+    *(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default),
+    *(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
+    aten.pad.default,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a call is to save no longer."""
+
+    masks: bool = False
+    """Masks wider than a byte."""
+    indices: bool = False
+    """Indices wider than need be."""
+    input: bool = False
+    """Its input."""
+
+
+class Composite:
+    """A call of ``op`` as the ops it consists of, some of which save less; a target of call_function nodes.
+
+    ``parts`` takes the tensors among the arguments, in order; ``wish``: what they save no longer.
+    """
+
+    def __init__(self, op: torch._ops.OpOverload, parts: fx.GraphModule, wish: Wish) -> None:
+        self.parts, self.wish = parts, wish
+        self.__name__ = self.__qualname__ = f"lean_{op._schema.name.partition('::')[2]}"
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parts(*[value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
+
+    def __str__(self) -> str:
+        return self.__name__
+
+
+def with_lean_saves(
+    profiled: Profiled, stays_as_is: Callable[[NodeProfile], bool], least_share: float = LEAST_SHARE
+) -> Captured:
+    """Return the captured graph with calls that save less; the very same object if there are none.
+
+    ``stays_as_is``: calls to leave alone.
+    """
+    captured, profile = profiled.captured, profiled.profile
+    if len(profiled.devices) != 1:
+        return captured
+    calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
+    free = [not stays_as_is(node) for node in profile.nodes]
+    wishes = _masks(profiled, free) | _indices_and_inputs(profiled, calls, free, least_share)
+    known: dict[object, Target | None] = {}
+    targets: dict[fx.Node, Target | None] = {}
+    for k, wish in wishes.items():
+        node, views = calls[k], dict(profiled.arguments[k])
+        call = wish, _call_of(node, views)
+        if call not in known:
+            known[call] = _leaner(node, views, wish, profiled.devices[0], captured.autocast)
+        targets[node] = known[call]
+    if not any(targets.values()):
+        return captured
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in captured.graph_module.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].target = targets.get(node) or node.target
+    graph.lint()
+    module = fx.GraphModule(captured.graph_module, graph, class_name="Captured")
+    return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
+
+
+def notes_of(captured: Captured) -> Iterator[str]:
+    """Say how many calls save less than autograd's own."""
+    targets = [op_of(node.target) for node in captured.graph_module.graph.nodes]
+    wishes = [target.wish for target in targets if isinstance(target, Composite)]
+    num_masks = targets.count(byte_dropout) + sum(wish.masks for wish in wishes)
+    if num_masks:
+        yield f"dropout masks of {num_masks} calls have one byte an element"
+    num_indices, num_inputs = sum(wish.indices for wish in wishes), sum(wish.input for wish in wishes)
+    if num_indices:
+        yield f"max poolings save narrower indices at {num_indices} places"
+    if num_inputs:
+        yield f"inputs that no backward reads are not saved by {num_inputs} calls"
+
+
+def _masks(profiled: Profiled, free: list[bool]) -> dict[int, Wish]:
+    """Return the calls that may draw a mask and save it."""
+    if profiled.devices[0].type != "cpu":
+        return {}
+    return {
+        node.index: Wish(masks=True)
+        for node in profiled.profile.nodes
+        if node.random and _internals(profiled, node) and free[node.index]
+    }
+
+
+def _internals(profiled: Profiled, node: NodeProfile) -> list[int]:
+    """Return the saved storages that only the autograd of ``node`` holds."""
+    storages = profiled.profile.storages
+    return [s for s in node.saves if storages[s].internal and storages[s].creator == node.index]
+
+
+def _indices_and_inputs(
+    profiled: Profiled, calls: list[fx.Node], free: list[bool], least_share: float
+) -> dict[int, Wish]:
+    """Return the max poolings and the calls whose input need not be saved; none if they are worth little."""
+    nodes, storages = profiled.profile.nodes, profiled.profile.storages
+    savers: dict[int, set[int]] = {}
+    for node in nodes:
+        for s in node.saves:
+            savers.setdefault(s, set()).add(node.index)
+    unread = {k: _inputs(profiled, k) for k, call in enumerate(calls) if free[k] and _is_unread(call, profiled, k)}
+    wishes, spared_bytes = {}, 0.0
+    for k, inputs in unread.items():
+        alone = bool(inputs) and all(savers[s] <= unread.keys() for s in inputs)
+        wide_bytes, narrow_bytes = _index_bytes(profiled, calls[k], k)
+        if alone or narrow_bytes:
+            wishes[k] = Wish(indices=narrow_bytes > 0, input=alone)
+            spared_bytes += sum(storages[s].nbytes / len(savers[s]) for s in inputs if alone)
+            spared_bytes += wide_bytes - narrow_bytes
+    return wishes if spared_bytes >= least_share * sum(storages[s].nbytes for s in savers) else {}
+
+
+def _index_bytes(profiled: Profiled, call: fx.Node, k: int) -> tuple[int, int]:
+    """Return the bytes of the indices that ``call``, the ``k``-th, saves, and those of narrow ones; 0 if they stay."""
+    op, internals = op_of(call.target), _internals(profiled, profiled.profile.nodes[k])
+    if op not in MAX_POOLS or not internals or profiled.devices[0].type != "cpu":
+        return 0, 0
+    (_, given), *_ = profiled.arguments[k]
+    if split_dim(given.size, given.stride) is None:
+        return 0, 0
+    nbytes = profiled.profile.storages[internals[-1]].nbytes
+    dtype = index_dtype(math.prod(given.size[-MAX_POOLS[op] :]))
+    return nbytes, nbytes * dtype.itemsize // torch.int64.itemsize
+
+
+def _is_unread(call: fx.Node, profiled: Profiled, k: int) -> bool:
+    """True if the backward of ``call``, the ``k``-th, only looks at its input's geometry."""
+    op = op_of(call.target)
+    if op in CONVOLUTIONS:
+        return not any(view.requires_grad for place, view in profiled.arguments[k] if place)
+    return op in MAX_POOLS or op in SHAPE_ONLY
+
+
+def _inputs(profiled: Profiled, k: int) -> list[int]:
+    """Return the saved storage that the ``k``-th call's first argument lies on, or that of a copy which the call makes."""
+    node = profiled.profile.nodes[k]
+    (place, view), *_ = profiled.arguments[k] or ((1, None),)
+    if view is None or place:
+        return []
+    return [view.storage] if view.storage in node.saves else _internals(profiled, node)[:1]
+
+
+def _call_of(node: fx.Node, views: dict[int, View]) -> object:
+    """Return what calls that consist of the same ops have in common."""
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    described = [views[k]._replace(storage=0) if k in views else (type(leaf), leaf) for k, leaf in enumerate(leaves)]
+    return op_of(node.target), region_of(node.target), str(spec), tuple(described)
+
+
+def _leaner(
+    node: fx.Node, views: dict[int, View], wish: Wish, device: torch.device, autocast: Autocast | None
+) -> Target | None:
+    """Return what does the same as ``node`` and saves what is wished less; None where that is no other.
+
+    ``views``: geometry of its tensor arguments, by place.
+    """
+    op, region = op_of(node.target), region_of(node.target)
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    device_type = region.autocasts[-1][0] if region.autocasts else autocast.device_type if autocast else None
+    if device_type is not None and any(view.storage < 0 and view.requires_grad for view in views.values()):
+        return None  # autocast casts a leaf once for all its uses, so their gradients add up before they are cast back
+    parts = _parts(node, views, device, autocast)
+    if parts is None or not _exchanged(parts, wish):
+        return None
+    target = byte_dropout if op is aten.dropout.default else Composite(op, parts, wish)
+    if device_type is not None:  # the parts were seen below autocast
+        region = replace(region, autocasts=(*region.autocasts, (device_type, None, False, None)))
+    return target if region == Region() else Scoped(target, region)
+
+
+def _parts(
+    node: fx.Node, views: dict[int, View], device: torch.device, autocast: Autocast | None
+) -> fx.GraphModule | None:
+    """Return the few ops that ``node`` consists of; None where they are many, or not to be seen."""
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+    if len(places) != sum(isinstance(value, fx.Node) for value in (*node.args, *node.kwargs.values())):
+        return None  # lists of tensors: no such op is known to save more than it must
+    if places != sorted(views) or any(view.conj or view.neg for view in views.values()):
+        return None
+    with FakeWorld().mode:
+        fakes = [_fake(views[place], device) for place in places]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        left = iter(tensors)
+        args, kwargs = tree_unflatten([next(left) if isinstance(x, fx.Node) else x for x in leaves], spec)
+        return op_of(node.target)(*args, **kwargs)
+
+    try:
+        with autocast.enter() if autocast else nullcontext(), region_of(node.target).enter(), torch.enable_grad():
+            parts = make_fx(call)(*fakes)
+    except Exception:  # an op may refuse to be traced in any way; then it stays what it is
+        return None
+    *_, output = parts.graph.nodes
+    return parts if len(parts.graph.nodes) <= MOST_PARTS and isinstance(output.args[0], fx.Node) else None
+
+
+def _fake(view: View, device: torch.device) -> torch.Tensor:
+    fake = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
+    return made_outside(fake) if view.requires_grad else fake
+
+
+def _exchanged(parts: fx.GraphModule, wish: Wish) -> bool:
+    """Write the forms that save less into ``parts``; tell if there are any."""
+    found = False
+    for node in list(parts.graph.nodes):
+        exchanged = _exchange_dropout(node) if wish.masks else _exchange_pool_or_input(node, wish)
+        found = found or exchanged
+    for node in parts.graph.nodes:
+        node.target = callable_of(node) if node.op == "call_function" else node.target
+    parts.recompile()
+    return found
+
+
+def _exchange(last: fx.Node, form: Target, args: tuple[Any, ...], *others: fx.Node) -> bool:
+    """Write ``form(*args)`` for ``last`` and for what only it needs: ``others``, from the last to the first."""
+    with last.graph.inserting_before(last):
+        last.replace_all_uses_with(last.graph.call_function(form, args))
+    for node in (last, *others):
+        last.graph.erase_node(node)
+    return True
+
+
+def _exchange_pool_or_input(node: fx.Node, wish: Wish) -> bool:
+    if node.kwargs:
+        return False
+    if node.target in POOL_BACKWARDS:
+        result, indices = node.users
+        args = (node.target, not wish.input, wish.indices, *node.args)
+        return _exchange(result, lean_max_pool, args, *indices.users, indices, node)
+    if wish.input and node.target in BACKWARDS:
+        return _exchange(node, input_unread, (node.target, *node.args))
+    if wish.input and node.target is aten.convolution.default:
+        return _exchange(node, frozen_convolution, node.args)
+    return False
+
+
+def _exchange_dropout(product: fx.Node) -> bool:
+    dropped = _dropout_of(product)
+    if dropped is None:
+        return False
+    *_, noise = product.args
+    assert isinstance(noise, fx.Node)
+    draw = noise.all_input_nodes[0]
+    return _exchange(product, kept_with, dropped, noise, draw, *draw.all_input_nodes)
+
+
+_OPS_OF_A_DROPOUT = (
+    (aten.mul.Tensor, 1),
+    (aten.div_.Scalar, 0),
+    (aten.bernoulli_.float, 0),
+    (aten.empty_like.default, 0),
+)
+"""From the last to the first, with the place of the argument that the one before makes."""
+
+
+def _dropout_of(product: fx.Node) -> tuple[fx.Node, float] | None:
+    """Return the input of the dropout whose last op is ``product``, and the probability to be kept; None if it is none."""
+    chain: list[Any] = [product]
+    for target, place in _OPS_OF_A_DROPOUT:
+        if chain[-1].target is not target:
+            return None
+        chain.append(chain[-1].args[place])
+    _, division, draw, empty, x = chain
+    alone = all(len(node.users) == 1 for node in (division, draw, empty))
+    _, probability = (*draw.args, 0.5)[:2]  # a trace leaves out what is the default
+    same = product.args[0] is x and division.args[1] == probability and empty.kwargs == {}
+    wide = product.meta["val"].dtype.itemsize > 1
+    return (x, probability) if alone and same and wide else None
