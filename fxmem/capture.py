@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxmem.autocast import Autocast
 from fxmem.captured import Captured, Dims, Inputs, SizeGuards, source_of, with_unused_state
-from fxmem.effects import replaced
+from fxmem.effects import replaced, tensors_restored
 from fxmem.errors import CaptureError, InputError, chain_of, first_lines, raised_in
 from fxmem.faithful import check_faithful
 from fxmem.fake import FakeWorld, attributes_restored, check_device, grouped_matmuls, no_value_checks
@@ -72,6 +72,17 @@ def capture(
         if isinstance(tensor, torch.Tensor):
             check_device(tensor.device)
             _check_dense(model, tensor)
+    with tensors_restored(model) as written:
+        captured = _captured(model, inputs, autocast, dynamic)
+    if written:
+        raise CaptureError(
+            f"{type(model).__name__} writes in forward to the tensor {written[0]}, which is no buffer; a captured graph "
+            "would take it for a constant. Make it one (register_buffer, persistent=False if no state_dict is to have it)."
+        )
+    return captured
+
+
+def _captured(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims) -> Captured:
     try:
         with attributes_restored(model), kept_whole(model) as opaques:
             module, reads, conditions = _exported(model, inputs, autocast, dynamic)
@@ -170,6 +181,22 @@ class FewLooks(TorchDispatchMode):
 _FROM_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+class _DataRead(TorchFunctionMode):
+    """Reads ``.data`` as ``.detach()``, which torch.export follows. What is written through it then raises versions, so a
+    graph whose backward would read what was overwritten is refused where eager autograd would not notice."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _data.__set__:
+            raise CaptureError(
+                "the forward assigns to .data of a tensor, which a captured graph would not. Write to it in place, under "
+                "torch.no_grad (copy_)."
+            )
+        return args[0].detach() if func == _data.__get__ else func(*args, **(kwargs or {}))
+
+
+_data: Any = torch.Tensor.data
+
+
 class _MemoryLooks(TorchFunctionMode):
     """Notes whether a tensor was asked for its memory."""
 
@@ -212,15 +239,31 @@ if hasattr(os, "register_at_fork"):  # another thread's lock would never be rele
 def as_in_training() -> Iterator[None]:
     """Plan in the body as for a training call, whatever grad mode there is around; one thread at a time, as capturing
     exchanges functions of torch for a while (so does torch.export). Anomaly mode, which looks at values, is off, and so is
-    the cache of parametrizations, which would have fakes in it later."""
+    the cache of parametrizations, which would have fakes in it later. So are hooks on saved tensors that are set around the
+    call: fakes are none of theirs."""
     with (
         _planning,
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_detect_anomaly(False),
         replaced(parametrize, "_cache_enabled", 0),
+        _without_hooks_on_saved_tensors(),
     ):
         yield
+
+
+@contextmanager
+def _without_hooks_on_saved_tensors() -> Iterator[None]:
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _exported(
@@ -243,6 +286,7 @@ def _exported(
             grouped_matmuls(),
             scope,
             outputs_looked_into(model),
+            _DataRead(),
             quiet(),
             _regions_left(),
             noted_in_nodes(model),

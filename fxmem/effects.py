@@ -82,6 +82,9 @@ class PythonState:
 
     def __init__(self, *roots: torch.nn.Module) -> None:
         self._cells: dict[Any, _Cell] = {}
+        self._registries: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
+        self.tensors: dict[int, tuple[Place, torch.Tensor]] = {}
+        """By id: the tensors met that are neither parameters nor buffers."""
         self._generators = _python_generators()
         for root in roots:
             for module in root.modules():
@@ -93,7 +96,9 @@ class PythonState:
         owner = type(module).__name__
         if self._add(module, Place(owner, "")):
             for name, value in vars(module).items():
-                if name not in _REGISTRIES:
+                if name in _REGISTRIES:
+                    self._registries.append((module, name, dict(value)))
+                else:
                     self._walk(value, Place(owner, name))
             if isinstance(module, torch.fx.GraphModule):
                 for node in module.graph.nodes:
@@ -103,9 +108,11 @@ class PythonState:
                     self._walk(value, Place(cls.__name__, name))
 
     def _walk(self, value: Any, place: Place) -> None:
-        if type(value) in PLAIN or isinstance(value, torch.Tensor | torch.nn.Module | type | types.ModuleType):
+        if type(value) in PLAIN or isinstance(value, torch.nn.Module | type | types.ModuleType):
             return
-        if isinstance(value, tuple | frozenset):
+        if isinstance(value, torch.Tensor):
+            self.tensors.setdefault(id(value), (place, value))
+        elif isinstance(value, tuple | frozenset):
             for element in value:
                 self._walk(element, place)
         elif isinstance(value, dict | list | set | deque):
@@ -168,7 +175,19 @@ class PythonState:
                     holder.extend(values)
             else:
                 _refill(vars(holder), values)
+        for module, name, registered in self._registries:
+            _refill(vars(module)[name], registered)
         _set_python_generators(self._generators)
+
+    def exchanged(self) -> Iterator[Place]:
+        """Yield the parameters, submodules and buffers that are gone, new or others; a buffer may be another tensor."""
+        for module, registry, before in self._registries:
+            now = vars(module)[registry]
+            for name in before.keys() | now.keys():
+                there = before.get(name), now.get(name)
+                same = name in before and name in now and there[0] is there[1]
+                if not same and (registry != "_buffers" or None in there):
+                    yield Place(type(module).__name__, name)
 
     def changes(self) -> dict[Place, Any]:
         """Return the places that hold another value than they did, with what they hold now."""
@@ -187,6 +206,49 @@ class PythonState:
             if before != after:
                 found[Place("Python", name)] = None
         return found
+
+
+@contextmanager
+def tensors_restored(model: torch.nn.Module) -> Iterator[list[Place]]:
+    """Undo what the body writes to the tensors that the forward of ``model`` can reach and that are no parameters or
+    buffers. Yielded is a list of their places, filled at the end."""
+    written: list[Place] = []
+    plain = [(p, t) for p, t in PythonState(model).tensors.values() if not (t.is_meta or t.is_inference())]
+    copies = [(tensor._version, tensor.detach().clone()) for _, tensor in plain]
+    try:
+        yield written
+    finally:
+        for (place, tensor), (version, copy) in zip(plain, copies, strict=True):
+            if tensor._version != version:
+                tensor.detach().copy_(copy)
+                written.append(place)
+
+
+def modules_held(value: Any) -> Iterator[torch.nn.Module]:
+    """Yield the modules that the calls of a GraphModule hold beside its own: in arguments and closures of opaque ones."""
+    if not isinstance(value, torch.fx.GraphModule):
+        return
+    stack: list[Any] = [node.target for node in value.graph.nodes if node.op == "call_function"]
+    seen: set[int] = set()
+    while stack:
+        held = stack.pop()
+        if type(held) in PLAIN or isinstance(held, torch.Tensor | torch._ops.OpOverload | type) or id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, torch.nn.Module):
+            yield held
+        elif isinstance(held, dict):
+            stack += held.values()
+        elif isinstance(held, list | tuple | set | frozenset | deque):
+            stack += held
+        elif isinstance(held, functools.partial):
+            stack += (held.func, held.args, held.keywords)
+        elif isinstance(held, types.MethodType):
+            stack += (held.__func__, held.__self__)
+        elif isinstance(held, types.FunctionType):
+            stack += (held.__defaults__, *(_contents(cell) for cell in held.__closure__ or ()))
+        elif not isinstance(held, types.ModuleType):
+            stack += getattr(held, "__dict__", {}).values()
 
 
 def _is_derived(module: Any) -> bool:

@@ -168,6 +168,12 @@ def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, in
         before, versions = PythonState(model), {name: buffer._version for name, buffer in buffers.items()}
         with _calls_noted() as calls:
             outputs, ops = forward()
+        exchanged = next(before.exchanged(), None)
+        if exchanged is not None:
+            raise CaptureError(
+                f"{type(model).__name__} makes, removes or exchanges {exchanged} in forward, a parameter, buffer or "
+                "submodule; a captured graph would not. If only its first call does so, call it once before fxmem.optimize."
+            )
         left = before.changes()
         there = dict(model.named_buffers()) if module is model else buffers
         new_buffers = frozenset(

@@ -6,7 +6,7 @@ aliases are kept. Real tensors are never touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from fxmem.effects import PythonState, replaced
+from fxmem.effects import PythonState, modules_held, replaced
 from fxmem.errors import InputError
 from fxmem.truer import TruerFakes
 
@@ -74,13 +74,22 @@ class FakeWorld:
 
     @contextmanager
     def state_of(self, module: torch.nn.Module) -> Iterator[None]:
-        """Give ``module`` fake parameters and buffers while the body runs."""
-        registries = [r for m in module.modules() for r in (m._parameters, m._buffers)]
+        """Give ``module``, and the modules that its calls hold, fake parameters and buffers while the body runs."""
+        with self.states_of([module, *modules_held(module)]):
+            yield
+
+    @contextmanager
+    def states_of(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Give ``modules`` fake parameters and buffers while the body runs."""
+        each = dict.fromkeys(m for module in modules for m in module.modules())
+        registries = [r for m in each for r in (m._parameters, m._buffers)]
         saved = [dict(registry) for registry in registries]
         try:
             for registry in registries:
                 registry.update((name, self.fake(t)) for name, t in registry.items() if t is not None)  # type: ignore[misc]
-            with attributes_restored(module):
+            with ExitStack() as stack:
+                for module in modules:
+                    stack.enter_context(attributes_restored(module))
                 yield
         finally:
             for registry, before in zip(registries, saved, strict=True):
@@ -97,6 +106,7 @@ class FakeWorld:
         with ExitStack() as stack:
             for module in modules:
                 stack.enter_context(attributes_restored(module))
+                stack.enter_context(self.states_of(list(modules_held(module))))
             stack.enter_context(self.mode)
             stack.enter_context(TruerFakes())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())

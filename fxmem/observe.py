@@ -378,6 +378,9 @@ class _Observer:
         yield
         self.events.append(Event("end", record.index))
         self.current = None
+        made = {e.key for e in self.events[start:] if e.kind == "alloc"}
+        if not self.written <= made | {self.tracker.serial(tensor) for _, tensor in tensors}:
+            record.effects = record.effects or "writes to a tensor that is none of its arguments"
         *statistics, from_batch = STATISTICS.get(op_of(node.target), (0,))
         if statistics and record.leaves[from_batch]:
             record.updates = tuple(place for place, _ in tensors if place in statistics)

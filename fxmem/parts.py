@@ -16,6 +16,7 @@ import torch
 from fxmem.autocast import Autocast
 from fxmem.capture import FewLooks, TooManyLooks, capture, quiet
 from fxmem.captured import Captured, Inputs
+from fxmem.effects import tensors_restored
 from fxmem.errors import CaptureError, FxMemError
 from fxmem.fake import FakeWorld, ScalarReads
 
@@ -36,7 +37,7 @@ def capture_or_advise(model: torch.nn.Module, inputs: Inputs, autocast: Autocast
         if not parts:
             raise
         lines = "; ".join(f"{path} = fxmem.optimize({path}, ...)" for path in map(_as_code, parts))
-        share = sum(_num_elements(model.get_submodule(part)) for part in parts) / _num_elements(model)
+        share = _num_elements(*map(model.get_submodule, parts)) / _num_elements(model)
         raise CaptureError(
             f"{error} Or optimize the largest parts of it that can be captured, with {share:.0%} of its parameters, and "
             f"let the rest run as it is: {lines}. Each budget then bounds a step of that part alone."
@@ -48,12 +49,14 @@ def capturable_parts(model: torch.nn.Module, inputs: Inputs, autocast: Autocast 
     deadline = time.monotonic() + SEARCH_SECONDS
     world = FakeWorld(inputs.leaves)
     found: list[str] = []
-    with world.state_of(model):
+    with tensors_restored(model), world.state_of(model):
         calls = _calls(model, world, inputs, autocast)
         candidates = list(model.named_children())
         while candidates and len(found) < MOST_PARTS and time.monotonic() < deadline:
             path, part = max(candidates, key=lambda candidate: _num_elements(candidate[1]))
             candidates.remove((path, part))
+            if _num_elements(part, *map(model.get_submodule, found)) == _num_elements(*map(model.get_submodule, found)):
+                continue  # another name for what is there, or for a part of it
             if path in calls and _is_capturable(part, calls[path], autocast):
                 found.append(path)
             else:
@@ -103,8 +106,9 @@ def _is_capturable(module: torch.nn.Module, inputs: Inputs, autocast: Autocast |
     return True
 
 
-def _num_elements(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _num_elements(*modules: torch.nn.Module) -> int:
+    """Return the number of elements of their parameters, each counted once."""
+    return sum(p.numel() for p in dict.fromkeys(p for module in modules for p in module.parameters()))
 
 
 def _as_code(path: str) -> str:

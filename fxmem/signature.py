@@ -156,10 +156,11 @@ class _Look:
         holders = [h for m in modules for h in (m.__dict__, m._parameters, m._buffers, m._modules)]
         inside = list(_holders_in(model))
         holders += inside
-        self._empty = [h for h in holders if not h]
-        self._holders: list[Iterable[Any]] = [dict.values(h) if isinstance(h, dict) else h for h in holders if h]
+        self._empty = [h for h in holders if not isinstance(h, tuple | frozenset) and not h]
+        filled = [h for h in holders if isinstance(h, tuple | frozenset) or h]
+        self._holders: list[Iterable[Any]] = [dict.values(h) if isinstance(h, dict) else h for h in filled]
         self._holders += [vars(kind).values() for kind in _classes_of(model)]
-        self._holders += [h for h in inside if h and isinstance(h, dict)]
+        self._holders += [h for h in inside if isinstance(h, dict) and h]
         self._values = list(chain.from_iterable(self._holders))
         self._tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._facts = list(map(_facts, self._tensors))
@@ -227,7 +228,7 @@ def _holders_in(model: torch.nn.Module) -> Iterator[Any]:
         if isinstance(value, CONTAINERS) or (not _slots(value) and _is_record(value)):
             holder = value if isinstance(value, CONTAINERS) else vars(value)
             yield holder
-            stack += holder.values() if isinstance(holder, dict) else holder
+            stack += holder.values() if isinstance(holder, dict) else iter(holder)  # a length it may not have
 
 
 def _is_record(value: Any, seen: set[int] | None = None) -> bool:
@@ -283,7 +284,7 @@ def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
         for name, value in module.__dict__.items():
             if type(value) in CONSTANTS:
                 state += (name, _constant(value))
-            elif (value if isinstance(value, CONTAINERS) else True) and name not in REGISTRIES:
+            elif name not in REGISTRIES and not (type(value) in CONTAINERS and not value):
                 others.append((name, value))
         state += [(name, _value_signature(value, own, known)) for name, value in others]
     for kind in _classes_of(model):

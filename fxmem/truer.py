@@ -32,7 +32,7 @@ class TruerFakes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _one(args[0].dtype)
-        if func in _SPARSE and args[_SPARSE[func][0]].layout == torch.sparse_coo:
+        if func in _SPARSE and getattr(args[_SPARSE[func][0]], "layout", None) == torch.sparse_coo:
             kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
             return _SPARSE[func][1](*args[:2], **kwargs)
         output = func(*args, **(kwargs or {}))

@@ -41,7 +41,11 @@ def verify(
         subject = _Subject(lambda leaves: captured.call(emitted, leaves), emitted, captured.graph_module)
         peak_bytes = _peak_bytes(subject, captured, inputs, step, listener, gradients)
     except Exception as error:
-        raise VerificationError(f"the emitted module does not run on fake tensors: {error}") from error
+        overwritten = "modified by an inplace operation" in str(error)
+        remedy = (
+            " Where the forward writes through .data to what a backward reads, write to a clone." if overwritten else ""
+        )
+        raise VerificationError(f"the emitted module does not run on fake tensors: {error}{remedy}") from error
     return Verification(timeline.peak_bytes, peak_bytes)
 
 

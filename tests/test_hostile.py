@@ -1368,3 +1368,244 @@ def test_running_statistics_updated_by_a_later_call_are_noticed() -> None:
     assert '("frozen_batch_norm", "save")' in str(refusal.value)
     saved: list[tuple[Any, Any]] = [("batch_norm", "save"), ("frozen_batch_norm", "save"), *everything]
     assert all(map(same_bits, gradients(None, updated=True), gradients(saved, updated=True)))
+
+
+# -- what a forward reaches beside its graph ---------------------------------------------------------------------------
+
+
+class Reversible(torch.autograd.Function):
+    """Runs a module again in its backward, as reversible networks do, which so get their gradients by the way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: nn.Module) -> Tensor:
+        ctx.part, ctx.x = part, x.detach()
+        with torch.no_grad():
+            return part(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        with torch.enable_grad():
+            x = ctx.x.requires_grad_()
+            torch.autograd.backward(ctx.part(x), grad)
+        return x.grad, None
+
+
+class WithReversible(nn.Module):
+    def __init__(self, *, normed: bool) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH) if normed else nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(Reversible.apply(self.before(x).sin(), self.part).cos())
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_modules_that_a_custom_function_holds_are_run_on_fakes_too(normed: bool) -> None:
+    check(lambda: WithReversible(normed=normed), batch())
+    model = WithReversible(normed=normed)
+    fxmem.optimize(model, batch(), optimizer=None)
+    assert all(p.grad is None for p in model.parameters())
+    assert not normed or model.part[1].num_batches_tracked == 0
+
+
+class WritesTensor(nn.Module):
+    """Counts in a tensor that is no buffer."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], Any], *, listed: bool = False) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(WIDTH, WIDTH), write
+        self.count = [torch.zeros(WIDTH)] if listed else torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        count = self.count[0] if isinstance(self.count, list) else self.count
+        self.write(count, y.detach())
+        return y * count
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(
+    "write", [lambda c, y: c.add_(1.0), lambda c, y: c.copy_(y.mean(0)), lambda c, y: c[:2].mul_(0.9)]
+)
+def test_tensors_that_are_no_buffers_are_not_written_by_planning(write: Any, listed: bool) -> None:
+    model = WritesTensor(write, listed=listed)
+    with pytest.raises(fxmem.CaptureError, match="register_buffer"):
+        fxmem.optimize(model, batch(), optimizer=None)
+    assert torch.equal(model.count[0] if listed else model.count, torch.zeros(WIDTH))
+
+
+def fills_a_buffer(m: Any, x: Tensor) -> Tensor:
+    if m.extra is None:
+        m.register_buffer("extra", torch.ones(WIDTH))
+    return m.layer(x) * m.extra
+
+
+def makes_a_part(m: Any, x: Tensor) -> Tensor:
+    if not hasattr(m, "late"):
+        m.late = nn.LayerNorm(WIDTH)
+    return m.late(m.layer(x))
+
+
+def makes_a_parameter(m: Any, x: Tensor) -> Tensor:
+    if not hasattr(m, "scale"):
+        m.scale = nn.Parameter(torch.ones(WIDTH))
+    return m.layer(x) * m.scale
+
+
+def loses_a_part(m: Any, x: Tensor) -> Tensor:
+    if hasattr(m, "other"):
+        del m.other
+    return m.layer(x)
+
+
+def takes_turns(m: Any, x: Tensor) -> Tensor:
+    m.layer, m.other = m.other, m.layer
+    return m.layer(x)
+
+
+def turns_parameters(m: Any, x: Tensor) -> Tensor:
+    m.layer.weight, m.other.weight = m.other.weight, m.layer.weight
+    return m.layer(x)
+
+
+class Unsteady(nn.Module):
+    def __init__(self, way: Any) -> None:
+        super().__init__()
+        self.layer, self.other, self.way = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), way
+        self.register_buffer("extra", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x)
+
+
+@pytest.mark.parametrize(
+    "way", [fills_a_buffer, makes_a_part, makes_a_parameter, loses_a_part, takes_turns, turns_parameters]
+)
+def test_models_that_change_their_parts_are_refused_and_left_as_they_were(way: Any) -> None:
+    model = Unsteady(way)
+
+    def state() -> list[Any]:
+        return [(m, *m._parameters.items(), *m._buffers.items(), *m._modules.items()) for m in model.modules()]
+
+    before = state()
+    with pytest.raises(fxmem.CaptureError, match="makes, removes or exchanges"):
+        fxmem.optimize(model, batch(), optimizer=None)
+    assert state() == before
+    assert type(model(batch())) is Tensor
+
+
+def test_hooks_on_saved_tensors_around_the_first_call_see_no_fakes() -> None:
+    seen: list[type] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(type(tensor))
+        return tensor
+
+    optimized = fxmem.optimize(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), optimizer=None)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        optimized(batch()).sum().backward()
+    assert seen
+    assert not any("Fake" in kind.__name__ for kind in seen)
+
+
+def test_the_first_call_may_be_inside_a_checkpoint() -> None:
+    def gradients(*, optimized: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
+        run = fxmem.optimize(model, policy=[(lambda node: True, "recompute")], optimizer=None) if optimized else model
+        for _ in range(2):
+            torch.utils.checkpoint.checkpoint(run, batch(), use_reentrant=False).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert all(map(same_bits, gradients(optimized=False), gradients(optimized=True)))
+
+
+class Sized(tuple):
+    """A tuple whose length is not to be asked for, as e3nn's Irreps."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_numbers_come_first_and_tuples_have_no_length() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.sized = nn.Linear(WIDTH, WIDTH), Sized([1, 2])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.add(0, self.layer(x)).sin()
+
+    check(Odd, batch())
+    fxmem.optimize(Odd(), optimizer=None)(batch()).sum().backward()
+
+
+class ReadsData(nn.Module):
+    def __init__(self, way: Any) -> None:
+        super().__init__()
+        self.layer, self.way = nn.Linear(WIDTH, WIDTH), way
+        self.register_buffer("mean", torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, self.layer(x))
+
+
+def adds_data(m: Any, y: Tensor) -> Tensor:
+    return y.sin() + y.data
+
+
+def averages(m: Any, y: Tensor) -> Tensor:
+    m.mean.data.lerp_(y.data.mean(0), 0.1)
+    return y * 2
+
+
+def decays(m: Any, y: Tensor) -> Tensor:
+    m.mean.data.mul_(0.9)
+    return y * m.mean
+
+
+def overwrites(m: Any, y: Tensor) -> Tensor:
+    product = y * m.mean
+    m.mean.data.mul_(0.9)
+    return product
+
+
+def assigns(m: Any, y: Tensor) -> Tensor:
+    m.mean.data = m.mean.data * 0.9
+    return y * m.mean
+
+
+@pytest.mark.parametrize("way", [adds_data, averages, decays])
+def test_data_of_tensors_may_be_read_and_written_through(way: Any) -> None:
+    check(lambda: ReadsData(way), batch())
+
+
+@pytest.mark.parametrize(("way", "text"), [(overwrites, "write to a clone"), (assigns, "assigns to .data")])
+def test_what_data_hides_from_autograd_is_refused(way: Any, text: str) -> None:
+    with pytest.raises(fxmem.FxMemError, match=text):
+        fxmem.optimize(ReadsData(way), batch(), optimizer=None)
+
+
+def test_parts_that_share_parameters_are_counted_once() -> None:
+    class Outer(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.part = part
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x)
+
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Linear(WIDTH, WIDTH)
+            self.outer = Outer(self.part)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.outer(self.part(x))
+            return y * (2.0 if y.sum() > 0 else 1.0)
+
+    with pytest.raises(fxmem.CaptureError, match="with 100% of its parameters") as refusal:
+        fxmem.optimize(Sharing(), batch(), optimizer=None)
+    assert str(refusal.value).count("fxmem.optimize(model.") == 1
