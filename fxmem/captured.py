@@ -50,8 +50,14 @@ class Inputs:
     def of_example(example_args: Any, example_kwargs: dict[str, Any] | None, model: torch.nn.Module) -> Inputs:
         """Return the inputs that a user gives as an example: a tensor, or a tuple or list of arguments.
 
-        Errors: ``InputError`` if there is no tensor among them, or if it is a dict of the model's arguments by name.
+        Errors: ``InputError`` if there is no tensor among them, if it is a dict of the model's arguments by name, or if
+        ``example_kwargs`` is no such dict.
         """
+        if not isinstance(example_kwargs, Mapping | None):
+            raise InputError(
+                f"example_kwargs must be a dict of arguments by name, not {type(example_kwargs).__name__}; pass several "
+                "arguments as one tuple: (first, second)"
+            )
         names = _named(getattr(model.forward, "__func__", model.forward)) - {"self"}
         if isinstance(example_args, Mapping) and example_args and names.issuperset(example_args):
             raise InputError(

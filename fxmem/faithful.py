@@ -15,13 +15,14 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fxmem.autocast import casts_kept
 from fxmem.captured import Captured, Inputs
 from fxmem.effects import OpLog, Place, PythonState, replaced
-from fxmem.errors import CaptureError, first_lines, raised_in
+from fxmem.errors import CaptureError, chain_of, first_lines, raised_in
 from fxmem.fake import FakeWorld, ScalarReads, attributes_restored
 from fxmem.structures import flattened
 from fxmem.switches import present
@@ -55,6 +56,13 @@ def check_faithful(model: torch.nn.Module, captured: Captured, inputs: Inputs) -
         raise
     except Exception as error:
         place = raised_in(error, model.named_modules())
+        shapeless = next((cause for cause in chain_of(error) if isinstance(cause, DynamicOutputShapeException)), None)
+        if shapeless is not None:
+            raise CaptureError(
+                f"{type(model).__name__} could not be captured{place}: the shape of what {shapeless.func} returns there (a "
+                "tensor indexed by a mask, for one) depends on values, which only a run can tell. Compute it outside and "
+                "pass it in, let torch.where or a product with the mask keep the shape, or optimize the parts around it."
+            ) from error
         raise CaptureError(
             f"{type(model).__name__} could not be run on fake tensors{place}: {first_lines(error)}. If it reads the values "
             "in tensors, move that part out of the model or optimize the parts around it."

@@ -1609,3 +1609,22 @@ def test_parts_that_share_parameters_are_counted_once() -> None:
     with pytest.raises(fxmem.CaptureError, match="with 100% of its parameters") as refusal:
         fxmem.optimize(Sharing(), batch(), optimizer=None)
     assert str(refusal.value).count("fxmem.optimize(model.") == 1
+
+
+def test_shapes_that_follow_from_values_are_refused_as_such() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return y[y > 0]
+
+    with pytest.raises(fxmem.CaptureError, match=r"the shape of what aten\.nonzero\.default returns"):
+        fxmem.optimize(Masked(), batch(), optimizer=None)
+
+
+def test_a_second_argument_given_for_a_dict_is_refused_as_such() -> None:
+    with pytest.raises(fxmem.InputError, match="pass several arguments as one tuple"):
+        fxmem.optimize(nn.Bilinear(WIDTH, WIDTH, 2), batch(), batch())  # type: ignore[arg-type]
