@@ -211,17 +211,30 @@ class PythonState:
 @contextmanager
 def tensors_restored(model: torch.nn.Module) -> Iterator[list[Place]]:
     """Undo what the body writes to the tensors that the forward of ``model`` can reach and that are no parameters or
-    buffers. Yielded is a list of their places, filled at the end."""
+    buffers. Yielded is a list of their places, filled at the end. Those of more than :data:`MOST_COPIED_BYTES`, perhaps
+    whole data sets, are noted only."""
     written: list[Place] = []
-    plain = [(p, t) for p, t in PythonState(model).tensors.values() if not (t.is_meta or t.is_inference())]
-    copies = [(tensor._version, tensor.detach().clone()) for _, tensor in plain]
+    plain = [
+        (place, tensor)
+        for place, tensor in PythonState(model).tensors.values()
+        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
+    ]
+    copies = [(tensor._version, _copy_of_small(tensor)) for _, tensor in plain]
     try:
         yield written
     finally:
         for (place, tensor), (version, copy) in zip(plain, copies, strict=True):
             if tensor._version != version:
-                tensor.detach().copy_(copy)
                 written.append(place)
+                if copy is not None:
+                    tensor.detach().copy_(copy)
+
+
+MOST_COPIED_BYTES = 2**28
+
+
+def _copy_of_small(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor.detach().clone() if tensor.numel() * tensor.element_size() <= MOST_COPIED_BYTES else None
 
 
 def modules_held(value: Any) -> Iterator[torch.nn.Module]:
