@@ -7,7 +7,7 @@ aliases are kept. Real tensors are never touched.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -78,6 +78,10 @@ class FakeWorld:
         with self.states_of([module, *modules_held(module)]):
             yield
 
+    def states_held_by(self, module: torch.nn.Module) -> AbstractContextManager[None]:
+        """Give the modules that the calls of ``module`` hold fake parameters and buffers while the body runs."""
+        return self.states_of(list(modules_held(module)))
+
     @contextmanager
     def states_of(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Give ``modules`` fake parameters and buffers while the body runs."""
@@ -106,7 +110,7 @@ class FakeWorld:
         with ExitStack() as stack:
             for module in modules:
                 stack.enter_context(attributes_restored(module))
-                stack.enter_context(self.states_of(list(modules_held(module))))
+                stack.enter_context(self.states_held_by(module))
             stack.enter_context(self.mode)
             stack.enter_context(TruerFakes())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())

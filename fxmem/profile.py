@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from fxmem.autocast import autocast_as_in_forward
 from fxmem.bindings import callable_of
 from fxmem.captured import Captured, Inputs, count_of_batches, source_of
-from fxmem.effects import modules_held
 from fxmem.errors import PlanMismatchError
 from fxmem.fake import FakeWorld
 from fxmem.observe import STATISTICS, NodeObservation, Observation, observe
@@ -356,7 +355,7 @@ class _Builder:
     def _rerun(self, replays: list[Replay]) -> list[tuple[Replay, Rerun] | None]:
         """Run each replay on fakes; return with it what was seen, None where it cannot serve for its forward."""
         found: list[tuple[Replay, Rerun] | None] = []
-        with self.world.active(), self.world.states_of(list(modules_held(self.captured.graph_module))):
+        with self.world.active(), self.world.states_held_by(self.captured.graph_module):
             for replay in replays:
                 key = _signature(replay)
                 if key not in self.reruns:
