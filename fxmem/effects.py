@@ -85,6 +85,8 @@ class PythonState:
         self._registries: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
         self.tensors: dict[int, tuple[Place, torch.Tensor]] = {}
         """By id: the tensors met that are neither parameters nor buffers."""
+        self.hidden: dict[int, torch.nn.Module] = {}
+        """By id: modules met that are no submodules."""
         self._generators = _python_generators()
         for root in roots:
             for module in root.modules():
@@ -108,9 +110,11 @@ class PythonState:
                     self._walk(value, Place(cls.__name__, name))
 
     def _walk(self, value: Any, place: Place) -> None:
-        if type(value) in PLAIN or isinstance(value, torch.nn.Module | type | types.ModuleType):
+        if type(value) in PLAIN or isinstance(value, type | types.ModuleType):
             return
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.nn.Module):
+            self.hidden[id(value)] = value
+        elif isinstance(value, torch.Tensor):
             self.tensors.setdefault(id(value), (place, value))
         elif isinstance(value, tuple | frozenset):
             for element in value:
@@ -211,12 +215,15 @@ class PythonState:
 @contextmanager
 def tensors_restored(model: torch.nn.Module) -> Iterator[list[Place]]:
     """Undo what the body writes to the tensors that the forward of ``model`` can reach and that are no parameters or
-    buffers. Yielded is a list of their places, filled at the end. Those of more than :data:`MOST_COPIED_BYTES`, perhaps
-    whole data sets, are noted only."""
+    buffers, or are those of a module which is no submodule. Yielded is a list of the places of plain tensors, filled at the
+    end. Tensors of more than :data:`MOST_COPIED_BYTES`, perhaps whole data sets, are noted only."""
     written: list[Place] = []
+    state, own = PythonState(model), {id(t) for t in (*model.parameters(), *model.buffers())}
+    hidden = [t for module in state.hidden.values() for t in (*module.parameters(), *module.buffers())]
+    reached = [*state.tensors.values(), *((None, t) for t in dict.fromkeys(hidden) if id(t) not in own)]
     plain = [
         (place, tensor)
-        for place, tensor in PythonState(model).tensors.values()
+        for place, tensor in reached
         if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
     ]
     copies = [(tensor._version, _copy_of_small(tensor)) for _, tensor in plain]
@@ -225,7 +232,7 @@ def tensors_restored(model: torch.nn.Module) -> Iterator[list[Place]]:
     finally:
         for (place, tensor), (version, copy) in zip(plain, copies, strict=True):
             if tensor._version != version:
-                written.append(place)
+                written += [] if place is None else [place]
                 if copy is not None:
                     tensor.detach().copy_(copy)
 
@@ -245,7 +252,7 @@ def modules_held(value: Any) -> Iterator[torch.nn.Module]:
     seen: set[int] = set()
     while stack:
         held = stack.pop()
-        if type(held) in PLAIN or isinstance(held, torch.Tensor | torch._ops.OpOverload | type) or id(held) in seen:
+        if type(held) in PLAIN or isinstance(held, torch.Tensor | torch._ops.OpOverload) or id(held) in seen:
             continue
         seen.add(id(held))
         if isinstance(held, torch.nn.Module):
@@ -260,8 +267,16 @@ def modules_held(value: Any) -> Iterator[torch.nn.Module]:
             stack += (held.__func__, held.__self__)
         elif isinstance(held, types.FunctionType):
             stack += (held.__defaults__, *(_contents(cell) for cell in held.__closure__ or ()))
+            if _is_user_module(held.__module__):
+                stack += [held.__globals__.get(name) for name in _global_names(held.__code__)]
+        elif isinstance(held, type):
+            stack += vars(held).values() if _of_user(held) else ()
+        elif isinstance(held, staticmethod | classmethod):
+            stack.append(held.__func__)
         elif not isinstance(held, types.ModuleType):
-            stack += getattr(held, "__dict__", {}).values()
+            slots = [name for kind in type(held).__mro__ for name in getattr(kind, "__slots__", ())]
+            stack += [type(held), *getattr(held, "__dict__", {}).values()]
+            stack += [getattr(held, name, None) for name in slots if isinstance(name, str)]
 
 
 def _is_derived(module: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from fxmem.effects import PythonState, modules_held, replaced
-from fxmem.errors import InputError
+from fxmem.errors import CaptureError, InputError
 from fxmem.truer import TruerFakes
 
 _meta: Any = torch._meta_registrations
@@ -170,6 +170,25 @@ def attributes_restored(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         state.restore()
+
+
+@contextmanager
+def gradients_untouched(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Errors: ``CaptureError`` if the body, a step on fakes, leaves gradients on the real ``parameters``: a backward then
+    reached them by a way of its own. They are put back as they were."""
+    before = [parameter.grad for parameter in parameters]
+    try:
+        yield
+    finally:
+        touched = [p for p, grad in zip(parameters, before, strict=True) if p.grad is not grad]
+        for parameter, grad in zip(parameters, before, strict=True):
+            if parameter.grad is not grad:
+                parameter.grad = grad
+    if touched:
+        raise CaptureError(
+            f"a backward writes to the gradients of {len(touched)} parameters by itself, which planning cannot follow: a "
+            "custom autograd.Function holds a module in a way that hides it. Give it the module as an argument of apply."
+        )
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def _indices_and_inputs(
     unread = {k: _inputs(profiled, k) for k, call in enumerate(calls) if free[k] and _is_unread(call, profiled, k)}
     wishes, spared_bytes = {}, 0.0
     for k, inputs in unread.items():
-        alone = bool(inputs) and all(savers[s] <= unread.keys() for s in inputs)
+        alone = bool(inputs) and all(savers[s] <= unread.keys() and not storages[s].why_kept for s in inputs)
         wide_bytes, narrow_bytes = _index_bytes(profiled, calls[k], k)
         if alone or narrow_bytes:
             wishes[k] = Wish(indices=narrow_bytes > 0, input=alone)
@@ -186,7 +186,7 @@ def _index_bytes(profiled: Profiled, call: fx.Node, k: int) -> tuple[int, int]:
     if op not in MAX_POOLS or not internals or profiled.devices[0].type != "cpu":
         return 0, 0
     (_, given), *_ = profiled.arguments[k]
-    if split_dim(given.size, given.stride) is None:
+    if given.storage < 0 or split_dim(given.size, given.stride) is None:
         return 0, 0
     nbytes = profiled.profile.storages[internals[-1]].nbytes
     dtype = index_dtype(math.prod(given.size[-MAX_POOLS[op] :]))

@@ -288,7 +288,10 @@ class OptimizedModule(torch.nn.Module):
         except InfeasibleBudgetError as error:
             if not captured.dynamic:
                 raise
-            largest = self._largest_batch(captured, inputs)
+            try:
+                largest = self._largest_batch(captured, inputs)
+            except InputError:  # what varies is no batch, and the model does not take every size of it
+                raise error from None
             raise InfeasibleBudgetError(
                 error.budget_bytes,
                 error.least_bytes,

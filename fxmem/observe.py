@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxmem.captured import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
-from fxmem.fake import FakeWorld, ScalarReads
+from fxmem.fake import FakeWorld, ScalarReads, gradients_untouched
 from fxmem.frozen import frozen_batch_norm
 from fxmem.regions import op_of
 from fxmem.step import Gradients, TrainingStep, default_loss, gradients_of, run_step, warm_fake_step
@@ -246,7 +246,7 @@ class _Observer:
 
             run_step(forward, step.loss_fn, autocast=self.captured.autocast, keep_casts=False)
 
-        with self.world.active(self.graph_module):
+        with gradients_untouched(self.captured.parameters), self.world.active(self.graph_module):
             pairs = list(zip(self.captured.parameters, parameters, strict=True))
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
             self.leaves_with_grad = parameters + leaves

@@ -14,6 +14,7 @@ from torch import fx
 
 from fxmem.captured import Captured, Inputs
 from fxmem.cuda import Allocation, AllocatorPeaks, allocator_peaks, cublas_workspace_bytes
+from fxmem.effects import tensors_restored
 from fxmem.errors import VerificationError
 from fxmem.fake import FakeWorld, ScalarReads
 from fxmem.step import BARE, Gradients, TrainingStep, gradients_of, run_step, warm_fake_step
@@ -68,7 +69,8 @@ def eager_peak_bytes(
         with seeing_values(inputs.leaves, leaves):
             return model(*args, **kwargs)
 
-    return _peak_bytes(_Subject(forward, model, model), captured, inputs, step, listener, gradients)
+    with tensors_restored(model):
+        return _peak_bytes(_Subject(forward, model, model), captured, inputs, step, listener, gradients)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import dataclasses
 import random
 import re
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -1628,3 +1629,74 @@ def test_shapes_that_follow_from_values_are_refused_as_such() -> None:
 def test_a_second_argument_given_for_a_dict_is_refused_as_such() -> None:
     with pytest.raises(fxmem.InputError, match="pass several arguments as one tuple"):
         fxmem.optimize(nn.Bilinear(WIDTH, WIDTH, 2), batch(), batch())  # type: ignore[arg-type]
+
+
+def test_modules_hidden_in_lists_are_left_as_they_were_by_planning() -> None:
+    class Taught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.teacher = [nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.teacher[0].weight.mul_(0.5).add_(self.layer.weight, alpha=0.1)
+            return self.layer(x) - self.teacher[0](x)
+
+    model = Taught()
+    before = model.teacher[0].weight.clone()
+    fxmem.optimize(model, batch(), optimizer=None)
+    assert same_bits(model.teacher[0].weight, before)
+
+
+def hidden_in_slots(part: nn.Module) -> Any:
+    class Holder:
+        __slots__ = ("part",)
+
+        def __init__(self) -> None:
+            self.part = part
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.part(x)
+
+    return Holder()
+
+
+def hidden_in_a_class(part: nn.Module) -> Any:
+    kind = type("Holder", (), {"part": part, "__call__": lambda self, x: self.part(x)})
+    return kind()
+
+
+def hidden_out_of_reach(part: nn.Module) -> Any:
+    there = weakref.ref(part)
+    return type("Holder", (), {"__call__": lambda self, x, there=there: there()(x)})()
+
+
+@pytest.mark.parametrize("hide", [hidden_in_slots, hidden_in_a_class])
+def test_modules_are_found_wherever_a_custom_function_holds_them(hide: Any) -> None:
+    class Holding(WithReversible):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(Reversible.apply(self.before(x).sin(), hide(self.part)).cos())
+
+    check(lambda: Holding(normed=True), batch())
+
+
+def test_gradients_that_planning_would_touch_are_refused() -> None:
+    class Holding(WithReversible):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(Reversible.apply(self.before(x).sin(), hidden_out_of_reach(self.part)).cos())
+
+    model = Holding(normed=False)
+    with pytest.raises(fxmem.CaptureError, match="writes to the gradients of 2 parameters"):
+        fxmem.optimize(model, batch(), optimizer=None)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_budget_that_is_too_small_is_said_so_where_other_sizes_do_not_run() -> None:
+    layers = (nn.Conv2d(2, 4, 3), nn.GELU(), nn.ReflectionPad2d(2), nn.Conv2d(4, 4, 3), nn.GELU(), nn.Conv2d(4, 2, 1))
+    model = nn.Sequential(*layers)
+    floor = fxmem.optimize(model, torch.randn(2, 2, 12, 12), optimizer=None).report.floor_bytes
+    optimized = fxmem.optimize(model, budget=floor, optimizer=None)
+    optimized(torch.randn(2, 2, 12, 12)).sum().backward()
+    with pytest.raises(fxmem.InfeasibleBudgetError):
+        optimized(torch.randn(2, 2, 14, 14))

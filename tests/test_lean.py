@@ -390,3 +390,22 @@ def test_gradients_of_gradients_and_batched_ones_are_the_same(op: nn.Module) -> 
         found.append([g for g in (grad, *second, *batched) if g is not None])
     for theirs, ours in zip(*found, strict=True):
         assert same_bits(theirs.detach(), ours.detach())
+
+
+def test_what_stays_alive_is_saved() -> None:
+    conv = frozen(nn.Conv2d(4, 4, 3, padding=1))
+
+    class Returned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.conv = nn.Parameter(torch.randn(8, 8)), conv
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = x * self.scale
+            return hidden, self.conv(hidden)
+
+    x = torch.randn(2, 4, 8, 8)
+    checked = check(Returned, x, plans=PLANS)
+    assert with_lean_saves(checked.profiled, lambda node: False) is checked.captured
+    of_a_leaf = check(lambda: Amid(nn.MaxPool2d(2), (2, 4, 8, 8)), x, plans=PLANS)
+    assert with_lean_saves(of_a_leaf.profiled, lambda node: False) is not of_a_leaf.captured
