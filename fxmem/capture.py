@@ -30,8 +30,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fxmem.autocast import Autocast
@@ -41,6 +39,7 @@ from fxmem.errors import CaptureError, InputError, chain_of, first_lines, raised
 from fxmem.faithful import check_faithful
 from fxmem.fake import FakeWorld, attributes_restored, check_device, grouped_matmuls, no_value_checks
 from fxmem.frozen import with_frozen_norms
+from fxmem.looks import DataRead, FewLooks, MemoryLooks, TooManyLooks
 from fxmem.opaque import Opaque, kept_whole, opaque_call
 from fxmem.regions import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
 from fxmem.structures import outputs_looked_into
@@ -148,7 +147,7 @@ def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None
             for context in (*on_fakes, region, seeing_values(inputs.leaves, fakes), quiet()):
                 stack.enter_context(context)
             stack.enter_context(FewLooks())
-            memory = stack.enter_context(_MemoryLooks())
+            memory = stack.enter_context(MemoryLooks())
             model(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         of_fakes = isinstance(error, _OF_FAKES) or "fake" in str(error).lower()
@@ -156,57 +155,6 @@ def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None
     except (Exception, TooManyLooks):
         return None
     return None
-
-
-class TooManyLooks(BaseException):
-    """More follows from values than may."""
-
-
-class FewLooks(TorchDispatchMode):
-    """Raises ``TooManyLooks`` where more than ``most`` times something follows from values: fakes have none, and a loop
-    would wait forever for them to change. Sees inside torch's own Python functions too, where function modes are off."""
-
-    def __init__(self, most: int = 0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._left = most
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _FROM_VALUES & set(func.tags):
-            self._left -= 1
-            if self._left < 0:
-                raise TooManyLooks
-        return func(*args, **(kwargs or {}))
-
-
-_FROM_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-
-class _DataRead(TorchFunctionMode):
-    """Reads ``.data`` as ``.detach()``, which torch.export follows. What is written through it then raises versions, so a
-    graph whose backward would read what was overwritten is refused where eager autograd would not notice."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _data.__set__:
-            raise CaptureError(
-                "the forward assigns to .data of a tensor, which a captured graph would not. Write to it in place, under "
-                "torch.no_grad (copy_)."
-            )
-        return args[0].detach() if func == _data.__get__ else func(*args, **(kwargs or {}))
-
-
-_data: Any = torch.Tensor.data
-
-
-class _MemoryLooks(TorchFunctionMode):
-    """Notes whether a tensor was asked for its memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.any = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.any = self.any or getattr(func, "__name__", "") in ("data_ptr", "numpy", "__array__", "__reduce_ex__")
-        return func(*args, **(kwargs or {}))
 
 
 def _check_dense(model: torch.nn.Module, tensor: torch.Tensor) -> None:
@@ -286,7 +234,7 @@ def _exported(
             grouped_matmuls(),
             scope,
             outputs_looked_into(model),
-            _DataRead(),
+            DataRead(),
             quiet(),
             _regions_left(),
             noted_in_nodes(model),

@@ -168,7 +168,9 @@ def _indices_and_inputs(
     for node in nodes:
         for s in node.saves:
             savers.setdefault(s, set()).add(node.index)
-    unread = {k: _inputs(profiled, k) for k, call in enumerate(calls) if free[k] and _is_unread(call, profiled, k)}
+    unread = {
+        k: _inputs(profiled, call, k) for k, call in enumerate(calls) if free[k] and _is_unread(call, profiled, k)
+    }
     wishes, spared_bytes = {}, 0.0
     for k, inputs in unread.items():
         alone = bool(inputs) and all(savers[s] <= unread.keys() and not storages[s].why_kept for s in inputs)
@@ -201,13 +203,16 @@ def _is_unread(call: fx.Node, profiled: Profiled, k: int) -> bool:
     return op in MAX_POOLS or op in SHAPE_ONLY
 
 
-def _inputs(profiled: Profiled, k: int) -> list[int]:
-    """Return the saved storage that the ``k``-th call's first argument lies on, or that of a copy which the call makes."""
+def _inputs(profiled: Profiled, call: fx.Node, k: int) -> list[int]:
+    """Return the saved storage that the first argument of ``call``, the ``k``-th, lies on, or that of its copy of it."""
     node = profiled.profile.nodes[k]
     (place, view), *_ = profiled.arguments[k] or ((1, None),)
     if view is None or place:
         return []
-    return [view.storage] if view.storage in node.saves else _internals(profiled, node)[:1]
+    if view.storage in node.saves:
+        return [view.storage]
+    internals = _internals(profiled, node)
+    return internals[:-1] if op_of(call.target) in MAX_POOLS else internals[:1]  # the last of a max pooling are indices
 
 
 def _call_of(node: fx.Node, views: dict[int, View]) -> object:

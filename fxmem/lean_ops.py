@@ -127,10 +127,8 @@ class _Unread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         backward = BACKWARDS[ctx.op]
-        args = ctx.args[
-            : len(backward._schema.arguments) - 2
-        ]  # adaptive poolings see their output's size on its gradient
-        return backward(grad, ctx.geometry.blank(), *args), None, None
+        num_args = len(backward._schema.arguments) - 2  # adaptive poolings see their output's size on its gradient
+        return backward(grad, ctx.geometry.blank(), *ctx.args[:num_args]), None, None
 
 
 def input_unread(op: Overload, x: torch.Tensor, *args: Any) -> torch.Tensor:

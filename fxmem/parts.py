@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from fxmem.autocast import Autocast
-from fxmem.capture import FewLooks, TooManyLooks, capture, quiet
+from fxmem.capture import capture, quiet
 from fxmem.captured import Captured, Inputs
 from fxmem.effects import tensors_restored
 from fxmem.errors import CaptureError, FxMemError
 from fxmem.fake import FakeWorld, ScalarReads
+from fxmem.looks import FewLooks, TooManyLooks
 
 MOST_PARTS = 3
 """As many are named."""

@@ -1,0 +1,62 @@
+"""Modes for forwards on fakes: they notice looks at what fakes do not have, and let ``.data`` be followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxmem.errors import CaptureError
+
+
+class TooManyLooks(BaseException):
+    """More follows from values than may."""
+
+
+class FewLooks(TorchDispatchMode):
+    """Raises ``TooManyLooks`` where more than ``most`` times something follows from values: fakes have none, and a loop
+    would wait forever for them to change. Sees inside torch's own Python functions too, where function modes are off."""
+
+    def __init__(self, most: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = most
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _FROM_VALUES & set(func.tags):
+            self._left -= 1
+            if self._left < 0:
+                raise TooManyLooks
+        return func(*args, **(kwargs or {}))
+
+
+_FROM_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class DataRead(TorchFunctionMode):
+    """Reads ``.data`` as ``.detach()``, which torch.export follows. What is written through it then raises versions, so a
+    graph whose backward would read what was overwritten is refused where eager autograd would not notice."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _data.__set__:
+            raise CaptureError(
+                "the forward assigns to .data of a tensor, which a captured graph would not. Write to it in place, under "
+                "torch.no_grad (copy_)."
+            )
+        return args[0].detach() if func == _data.__get__ else func(*args, **(kwargs or {}))
+
+
+_data: Any = torch.Tensor.data
+
+
+class MemoryLooks(TorchFunctionMode):
+    """Notes whether a tensor was asked for its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any = self.any or getattr(func, "__name__", "") in ("data_ptr", "numpy", "__array__", "__reduce_ex__")
+        return func(*args, **(kwargs or {}))
