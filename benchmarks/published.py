@@ -251,7 +251,7 @@ def planned(network: Network, batch: int) -> Planned:
     )
     captured = capture(model, inputs)
     profiled = profile_as_captured(model, captured, inputs, settings)
-    eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, gradients=profiled.gradients)
+    eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, seen=profiled.seen)
     points = frontier_of(profiled.profile, settings)
     return Planned(profiled.profile, points, eager_bytes, time.perf_counter() - start)
 

@@ -24,7 +24,15 @@ from fxmem.cuda import Allocation, AllocatorPeaks
 from fxmem.effects import replaced
 from fxmem.errors import InputError, unit_of
 from fxmem.fake import FakeWorld
-from fxmem.pipeline import Settings, frontier_of, least_peak_bytes, profile_as_captured, profile_model
+from fxmem.pipeline import (
+    Settings,
+    frontier_of,
+    least_peak_bytes,
+    profile_as_captured,
+    profile_for_short_memory,
+    profile_in_place,
+    profile_model,
+)
 from fxmem.simulate import keep_all, simulate
 from fxmem.sizes import Planned
 from fxmem.step import LossFn, OptimizerLike, TrainingStep, check_step
@@ -180,10 +188,9 @@ def estimate(
     with on_fakes():
         captured = capture(model, inputs, region)
         profiled = profile_as_captured(model, captured, inputs, replace(settings, inplace=False))
-        planned_profile = profile_model(model, captured, inputs, settings).profile
-        peak_bytes = eager_peak_bytes(
-            model, captured, inputs, step, lambda *event: events.append(event), profiled.gradients
-        )
+        in_place = profile_in_place(profiled, model, inputs, settings)
+        planned_profile = profile_for_short_memory(in_place, model, inputs, settings).profile
+        peak_bytes = eager_peak_bytes(model, captured, inputs, step, lambda *event: events.append(event), profiled.seen)
     graph_profile = profiled.profile
     plan = keep_all(graph_profile)
     timeline = simulate(graph_profile, plan, with_steps=True)
@@ -197,8 +204,8 @@ def estimate(
         with on_fakes():
             graph = fitting(dynamic(), model, other)
             if budget_bytes is None:
-                return eager_peak_bytes(model, graph, other, step)
-            profile = profile_model(model, graph, other, settings).profile
+                return eager_peak_bytes(model, graph, other, step, seen=profiled.seen)
+            profile = profile_model(model, graph, other, settings, profiled).profile
         return least_peak_bytes(profile, settings, planned, budget_bytes)
 
     captures: list[Any] = []

@@ -23,8 +23,9 @@ from fxmem.captured import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake import FakeWorld, ScalarReads, gradients_untouched
 from fxmem.frozen import frozen_batch_norm
+from fxmem.optimizing import Seen, SteadyOptimizer, steady_state
 from fxmem.regions import op_of
-from fxmem.step import Gradients, TrainingStep, default_loss, gradients_of, run_step, warm_fake_step
+from fxmem.step import Gradients, TrainingStep, default_loss, gradients_of, run_step
 from fxmem.track import StorageTracker, has_storage, parts_of, tensors_of
 from fxmem.types import Phase, StaticBytes
 from fxmem.views import View
@@ -100,20 +101,21 @@ class Observation:
     """By storage serial."""
     gradients: frozenset[int]
     """Storages of the gradients that the backward makes and leaves behind."""
-    left: Gradients | None
-    """The gradients that the backward leaves, all on parameters; None if they cannot be told one by one."""
+    seen: Seen | None
+    """What other runs of the step may rely on; None if the gradients that the backward leaves cannot be told one by one, or
+    are not all on parameters."""
     backward_flops: int
     backward_moved_bytes: int
 
 
 def observe(
-    captured: Captured, inputs: Inputs, world: FakeWorld, step: TrainingStep, gradients: Gradients | None = None
+    captured: Captured, inputs: Inputs, world: FakeWorld, step: TrainingStep, seen: Seen | None = None
 ) -> Observation:
-    """Run the step on fakes and return what was seen. ``gradients``: what its backward leaves on parameters, if known.
+    """Run the step on fakes and return what was seen. ``seen``: what an earlier run tells of it.
 
     Errors: ``ProfileError`` naming the node that cannot run on fakes.
     """
-    observation = _Observer(captured, inputs, world).run(step, gradients)
+    observation = _Observer(captured, inputs, world).run(step, seen)
     if captured.autocast is not None or captured.autocast_device is not None:
         _note_cached(observation, _Observer(captured, inputs, FakeWorld(inputs.leaves), discard=True), step)
     return observation
@@ -232,7 +234,7 @@ class _Observer:
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def run(self, step: TrainingStep, gradients: Gradients | None) -> Observation:
+    def run(self, step: TrainingStep, seen: Seen | None) -> Observation:
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
         parameters = [self.world.fake(p) for p in self.captured.parameters]
 
@@ -250,8 +252,8 @@ class _Observer:
             pairs = list(zip(self.captured.parameters, parameters, strict=True))
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
             self.leaves_with_grad = parameters + leaves
-            optimizer, scaler = warm_fake_step(step, pairs, micro_batch, gradients)
-            static = self._hold_statics(fakes, (optimizer, scaler))
+            optimizer, scaler = steady_state(step, pairs, micro_batch, self.tracker, seen)
+            static = self._hold_statics(fakes, optimizer, scaler)
             earlier = self._gradient_serials()
             cached_until: dict[int, int] = {}
             outputs: list[int] = []
@@ -276,7 +278,7 @@ class _Observer:
             cached_until,
             self.devices,
             frozenset(self.gradients - earlier),
-            self.left,
+            None if self.left is None else Seen(self.left, optimizer.seen(parameters) if optimizer else None),
             self.backward_work[0],
             self.backward_work[1],
         )
@@ -298,14 +300,19 @@ class _Observer:
         grads = [leaf.grad for leaf in self.leaves_with_grad if leaf.grad is not None]
         return {self.tracker.serial(part) for grad in grads for part in parts_of(grad)}
 
-    def _hold_statics(self, fakes: list[Any], optimizing: Any = None) -> StaticBytes:
+    def _hold_statics(
+        self,
+        fakes: list[Any],
+        optimizer: SteadyOptimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> StaticBytes:
         hold, fake = self.tracker.hold, self.world.fake
         return StaticBytes(
             parameters_bytes=hold(fake(p) for p in self.graph_module.parameters()),
             buffers_bytes=hold(fake(b) for b in self.graph_module.buffers()),
             inputs_bytes=hold(t for t in fakes if isinstance(t, torch.Tensor)),
             gradients_bytes=hold(leaf.grad for leaf in self.leaves_with_grad if leaf.grad is not None),
-            optimizer_state_bytes=hold(tensors_of([optimizing])),
+            optimizer_state_bytes=(optimizer.hold() if optimizer else 0) + hold(tensors_of([scaler])),
         )
 
     def _forward(self, fakes: list[Any]) -> tuple[Any, ...]:

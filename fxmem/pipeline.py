@@ -96,7 +96,7 @@ def compile_model(
         profiled = with_measured_times(lean, cache=settings.cache) if settings.measure else lean
         planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
         chosen = emit_within_budget(profiled, inputs, settings, planned.points)
-    eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, gradients=profiled.gradients)
+    eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, seen=profiled.seen)
     report = build_report(
         profiled.profile,
         chosen.point,
@@ -135,19 +135,31 @@ def _later(plain: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Se
     return least_bytes
 
 
-def profile_model(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
-    """Return the profile that plans for short memory are made on, with times of the device or of the one asked for."""
-    return profile_for_short_memory(profile_as_captured(model, captured, inputs, settings), model, inputs, settings)
+def profile_model(
+    model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings, earlier: Profiled | None = None
+) -> Profiled:
+    """Return the profile that plans for short memory are made on, with times of the device or of the one asked for.
+
+    ``earlier``: a profile of another size, which spares work.
+    """
+    profiled = profile_as_captured(model, captured, inputs, settings, earlier)
+    return profile_for_short_memory(profiled, model, inputs, settings)
 
 
-def profile_as_captured(model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings) -> Profiled:
+def profile_as_captured(
+    model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings, earlier: Profiled | None = None
+) -> Profiled:
     """Return the profile of ``captured``, in place where that is safe, with estimated times."""
-    hardware = settings.hardware or _hardware_of(model)
-    profiled = profile(captured, inputs, hardware.seconds, settings.step)
+    profiled = profile(captured, inputs, _hardware(model, settings).seconds, settings.step, earlier)
+    return profile_in_place(profiled, model, inputs, settings)
+
+
+def profile_in_place(profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings) -> Profiled:
+    """Return the profile of the same graph, in place where that is safe, with estimated times."""
     decisions = decide(profiled) if settings.inplace else ()
     if any(not decision.why_not for decision in decisions):
-        captured = in_place(captured, decisions)
-        profiled = profile(captured, inputs, hardware.seconds, settings.step, profiled)
+        captured = in_place(profiled.captured, decisions)
+        profiled = profile(captured, inputs, _hardware(model, settings).seconds, settings.step, profiled)
     return replace(profiled, inplace=decisions)
 
 
@@ -164,8 +176,8 @@ def profile_with_lean_saves(profiled: Profiled, model: torch.nn.Module, inputs: 
     lean = with_lean_saves(profiled, lambda node: any(matches(where, node) for where, _ in settings.policy))
     if lean is profiled.captured:
         return profiled
-    hardware = settings.hardware or _hardware_of(model)
-    return replace(profile(lean, inputs, hardware.seconds, settings.step, profiled), inplace=profiled.inplace)
+    timer = _hardware(model, settings).seconds
+    return replace(profile(lean, inputs, timer, settings.step, profiled), inplace=profiled.inplace)
 
 
 def _keep_all(graph_profile: GraphProfile) -> FrontierPoint:
@@ -226,7 +238,7 @@ def emit_taken_over(
     if not earlier:
         return profiled, None
     assert settings.budget_bytes is not None, "without a budget all fits"
-    hardware, like = settings.hardware or _hardware_of(model), earlier[0].profile
+    hardware, like = _hardware(model, settings), earlier[0].profile
     profiled = with_times_like(profiled, like, counterparts(profiled.profile, like), hardware.seconds)
     points = taken_over(profiled.profile, earlier, settings.policy, settings.budget_bytes)
     return profiled, _emit_cheapest(profiled, inputs, settings, points)
@@ -270,7 +282,7 @@ def _emit(profiled: Profiled, inputs: Inputs, step: TrainingStep, point: Frontie
         timeline,
         step,
         lambda *event: events.append(event),
-        profiled.gradients,
+        profiled.seen,
     )
     return Emitted(point, timeline, graph_module, verification, tuple(events))
 
@@ -296,7 +308,10 @@ def _infeasible(
     )
 
 
-def _hardware_of(model: torch.nn.Module) -> Hardware:
+def _hardware(model: torch.nn.Module, settings: Settings) -> Hardware:
+    """Return the hardware asked for, else the preset of the model's device."""
+    if settings.hardware is not None:
+        return settings.hardware
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
     return hardware_for(device.type, name)

@@ -22,9 +22,10 @@ from fxmem.captured import Captured, Inputs, count_of_batches, source_of
 from fxmem.errors import PlanMismatchError
 from fxmem.fake import FakeWorld
 from fxmem.observe import STATISTICS, NodeObservation, Observation, observe
+from fxmem.optimizing import Seen
 from fxmem.regions import op_of, op_text
 from fxmem.replay import NodeReplay, Replay, SavedInRerun
-from fxmem.step import BARE, Gradients, TrainingStep, usual_gradients
+from fxmem.step import BARE, TrainingStep, usual_gradients
 from fxmem.ticks import managed_storages, ticks_of
 from fxmem.track import StorageTracker
 from fxmem.types import GraphProfile, InplaceDecision, NodeProfile, Recipe, Storage
@@ -66,8 +67,8 @@ class Profiled:
     """Devices the graph's tensors lie on."""
     draws_on: tuple[tuple[torch.device, ...], ...]
     """By node: devices from whose generators it draws."""
-    gradients: Gradients | None
-    """What the backward leaves on the model's parameters; None if that cannot be told one by one."""
+    seen: Seen | None
+    """What other runs of the step may rely on; None if what the backward leaves cannot be told one by one."""
     reruns: dict[object, Rerun | None]
     """What was seen of re-runs, by what is run on what geometry; None: it saves other tensors than the forward."""
     inplace: tuple[InplaceDecision, ...] = ()
@@ -84,29 +85,31 @@ def profile(
     """Return the profile of the training step of ``captured`` at the signature of ``inputs``.
 
     ``timer`` gives seconds for (FLOPs, bytes moved). ``earlier``: a profile of another graph of the same model, of which
-    what the backward leaves on parameters and the peaks of equal re-runs are taken. Errors: ``ProfileError``.
+    what the backward leaves, what the optimizer does and the peaks of equal re-runs are taken. Errors: ``ProfileError``.
     """
-    observation, world = _observed(captured, inputs, step, None if earlier is None else earlier.gradients)
+    observation, world = _observed(captured, inputs, step, None if earlier is None else earlier.seen)
     return _Builder(captured, observation, timer, world, {} if earlier is None else dict(earlier.reruns)).build()
 
 
 def _observed(
-    captured: Captured, inputs: Inputs, step: TrainingStep, gradients: Gradients | None
+    captured: Captured, inputs: Inputs, step: TrainingStep, seen: Seen | None
 ) -> tuple[Observation, FakeWorld]:
-    """Run the step. Where ``gradients`` are not known, the usual ones are supposed, which spares a micro-batch if they
-    are what the backward leaves; else the step is run again."""
+    """Run the step. Where nothing was ``seen``, the usual gradients are supposed, which spares a micro-batch if they are
+    what the backward leaves; else the step is run again."""
     world = FakeWorld(inputs.leaves)
-    if gradients is None and step.optimizer is not None and not step.accumulate:
-        supposed = usual_gradients([world.fake(p) for p in captured.parameters])
+    if seen is None and step.optimizer is not None and not step.accumulate:
+        seen = Seen(usual_gradients([world.fake(p) for p in captured.parameters]))
+    if seen is not None:
+        left = None
         try:
-            observation = observe(captured, inputs, world, step, supposed)
-            if observation.left == supposed:
+            observation = observe(captured, inputs, world, step, seen)
+            if observation.seen is not None and observation.seen.gradients == seen.gradients:
                 return observation, world
-            gradients = observation.left
+            left = observation.seen
         except Exception:  # an optimizer may not take such gradients; whatever else is wrong shows below
-            gradients = None
-        world = FakeWorld(inputs.leaves)
-    return observe(captured, inputs, world, step, gradients), world
+            left = None
+        world, seen = FakeWorld(inputs.leaves), left and Seen(left.gradients)
+    return observe(captured, inputs, world, step, seen), world
 
 
 class _Builder:
@@ -194,7 +197,7 @@ class _Builder:
             last_writer=tuple(self.writers[serial][-1] for serial in self.managed),
             devices=self.devices,
             draws_on=tuple(tuple(sorted(n.draws_on, key=str)) for n in self.seen.nodes),
-            gradients=self.seen.left,
+            seen=self.seen.seen,
             reruns=self.reruns,
         )
 

@@ -1,4 +1,4 @@
-"""The one definition of a training step, and its optimizer, scaler and loss on fakes.
+"""The one definition of a training step.
 
 NOTE [The training step]
 
@@ -18,23 +18,29 @@ NOTE [The training step]
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.utils._pytree import tree_leaves
 
 from fxmem.autocast import Autocast, casts_kept
 from fxmem.errors import InputError, first_lines
-from fxmem.fake import ScalarReads
 from fxmem.types import Phase
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None
 LossFn = Callable[[Any], torch.Tensor]
+
+
+class Steps(Protocol):
+    """What a training step needs of an optimizer."""
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +96,10 @@ def usual_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
     return tuple(GradientLike(p.shape, p.stride(), p.dtype, p.device) if p.requires_grad else None for p in parameters)
 
 
-def _give_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> None:
-    """Leave on ``parameters`` what a backward left that :func:`gradients_of` looked at."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = None if gradient is None else gradient.new()
-
-
 def run_step(
     forward: Callable[[], Any],
     loss_fn: LossFn | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Steps | None = None,
     autocast: Autocast | None = None,
     on_phase: Callable[[Phase], None] = lambda phase: None,
     scaler: torch.amp.GradScaler | None = None,
@@ -126,7 +126,7 @@ def run_step(
     if scaler is None:
         optimizer.step()
     else:
-        scaler.step(optimizer)
+        scaler.step(optimizer)  # type: ignore[arg-type]
         scaler.update()
     optimizer.zero_grad(set_to_none=True)
 
@@ -167,7 +167,7 @@ def check_step(step: TrainingStep) -> TrainingStep:
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r}")
     if isinstance(optimizer, str):
-        _class_named(optimizer)
+        optimizer_class(optimizer)
         return step
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
@@ -184,110 +184,8 @@ def without_state(optimizer: OptimizerLike) -> OptimizerLike:
     return fresh
 
 
-def warm_fake_step(
-    step: TrainingStep,
-    parameters: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    micro_batch: Callable[[], None],
-    gradients: Gradients | None = None,
-) -> tuple[torch.optim.Optimizer | None, torch.amp.GradScaler | None]:
-    """Return optimizer and scaler of ``step`` over fake parameters in their steady state; leave earlier gradients.
-
-    ``parameters``: pairs (real, fake). ``micro_batch`` runs forward, loss and backward of one micro-batch on these
-    fakes; it is not run where ``gradients``, what it would leave, are known. What it gives a gradient, and what the
-    optimizer given has state of already, has state. Runs under the fakes' mode. Errors: ``InputError`` if there is no
-    steady state.
-    """
-    fakes = {id(real): fake for real, fake in parameters if fake.requires_grad}
-    optimizer = _fake_optimizer(step.optimizer, fakes)
-    stepped = {id(fake) for group in optimizer.param_groups for fake in group["params"]} if optimizer else set()
-    with ScalarReads():
-        if optimizer is not None or step.accumulate:
-            if gradients is None:
-                micro_batch()
-            else:
-                _give_gradients([fake for _, fake in parameters], gradients)
-        if optimizer is not None:
-            left = {key: fake.grad for key, fake in fakes.items()}
-            known = step.optimizer.state if isinstance(step.optimizer, torch.optim.Optimizer) else {}
-            for real, fake in parameters:
-                if real in known and id(real) in fakes and fake.grad is None:
-                    fake.grad = torch.empty_like(fake)
-            with _optimizing(optimizer):
-                optimizer.step()
-            _check_steady(optimizer)
-            for key, fake in fakes.items():  # its zero_grad leaves what it does not hold
-                fake.grad = left[key] if step.accumulate or id(fake) not in stepped else None
-    device = next((fake.device for fake in fakes.values()), torch.device("cpu"))
-    return optimizer, None if step.scaler is None else _fake_scaler(step.scaler, device)
-
-
-@contextmanager
-def _optimizing(optimizer: object) -> Iterator[None]:
-    """Errors: ``InputError`` if the body, which makes or steps an optimizer on fakes, fails."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        raise InputError(
-            f"{name} could not be made or stepped on fake tensors: {first_lines(error)}. Pass an optimizer that is like it "
-            "in memory and whose step takes no arguments, or optimizer=None and leave room for its state"
-        ) from error
-
-
-def _check_steady(optimizer: torch.optim.Optimizer) -> None:
-    """Errors: ``InputError`` if the optimizer's state grows from step to step: it sums sparse gradients, which keep
-    every entry of every step until they are coalesced."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-                raise InputError(
-                    f"{name} of {type(optimizer).__name__} sums sparse gradients: it grows from step to step, so no peak "
-                    "can be told or bounded; use an optimizer without momentum or SparseAdam, make the gradients dense "
-                    "(Embedding(sparse=False)), or pass optimizer=None and leave room for it"
-                )
-
-
-def _fake_optimizer(optimizer: OptimizerLike, fakes: dict[int, torch.Tensor]) -> torch.optim.Optimizer | None:
-    """Return a like optimizer without state over ``fakes``, by id of the real parameter."""
-    if optimizer is None or not fakes:
-        return None
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        cls = _class_named(optimizer) if isinstance(optimizer, str) else optimizer
-        with _optimizing(cls):
-            return cls(list(fakes.values()))  # type: ignore[call-arg]
-    groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": kept}
-        for group in optimizer.param_groups
-        if (kept := [fakes[id(p)] for p in group["params"] if id(p) in fakes])
-    ]
-    if not groups:
-        raise InputError("the optimizer given holds none of the model's parameters that require grad")
-    with _optimizing(optimizer):
-        return _rebuilt(optimizer, groups)
-
-
-def _fake_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
-    """Return a copy of ``scaler`` whose tensors are fake and which finds no infinities."""
-    states: defaultdict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
-    fake = object.__new__(type(scaler))
-    vars(fake).update(vars(scaler), _scale=None, _growth_tracker=None, _per_optimizer_states=states)
-    if fake.is_enabled():
-        fake._lazy_init_scale_growth_tracker(device)
-    fake._maybe_opt_step = lambda optimizer, _, *args, **kwargs: optimizer.step(*args, **kwargs)  # type: ignore[method-assign]
-    return fake
-
-
-def _rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    cls: Callable[..., torch.optim.Optimizer] = type(optimizer)
-    try:
-        return cls(groups)
-    except TypeError:
-        return cls(groups, **optimizer.defaults)
-
-
-def _class_named(name: str) -> type[torch.optim.Optimizer]:
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return the class in ``torch.optim`` of that name, in any case. Errors: ``InputError`` if there is none."""
     known = {
         key.lower(): value
         for key, value in vars(torch.optim).items()

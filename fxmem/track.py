@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fxmem.cuda import Allocation
 from fxmem.traces import MemoryEvent, write_chrome_trace, write_memory_snapshot
 from fxmem.types import Phase, Timeline, TimelineStep
 
@@ -60,24 +61,61 @@ class StorageTracker(TorchDispatchMode):
                     self._add(part, counted=True)
         return self.live_bytes - before
 
+    def hold_bytes(self, nbytes: Iterable[int]) -> int:
+        """Count storages of so many bytes each as alive from now on; return the sum."""
+        before = self.live_bytes
+        for each in nbytes:
+            self._count("alloc", self._new_serial(), each)
+        return self.live_bytes - before
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Allocation]]:
+        """Yield a list of what is allocated and freed in the body."""
+        noted: list[Allocation] = []
+        before = self._listener
+
+        def both(kind: str, serial: int, nbytes: int) -> None:
+            noted.append((kind, serial, nbytes))
+            if before is not None:
+                before(kind, serial, nbytes)
+
+        self._listener = both
+        try:
+            yield noted
+        finally:
+            self._listener = before
+
+    def repeat(self, allocations: Iterable[Allocation]) -> None:
+        """Count allocations noted elsewhere, and the frees of what they made, once more."""
+        serials: dict[int, int] = {}
+        for kind, serial, nbytes in allocations:
+            if kind == "alloc":
+                serials[serial] = self._new_serial()
+            self._count(kind, serials[serial], nbytes)
+
     def _add(self, tensor: torch.Tensor, *, counted: bool) -> int:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes() if counted else 0
-        serial, self._next_serial = self._next_serial, self._next_serial + 1
+        serial = self._new_serial()
         self._serials[key] = serial
         self._refs[key] = weakref.ref(storage, lambda _: self._remove(key, serial, nbytes))
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        if self._listener is not None:
-            self._listener("alloc", serial, nbytes)
+        self._count("alloc", serial, nbytes)
         return serial
 
     def _remove(self, key: int, serial: int, nbytes: int) -> None:
         if self._serials.get(key) == serial:
             del self._serials[key], self._refs[key]
-        self.live_bytes -= nbytes
+        self._count("free", serial, nbytes)
+
+    def _new_serial(self) -> int:
+        serial, self._next_serial = self._next_serial, self._next_serial + 1
+        return serial
+
+    def _count(self, kind: str, serial: int, nbytes: int) -> None:
+        self.live_bytes += nbytes if kind == "alloc" else -nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self._listener is not None:
-            self._listener("free", serial, nbytes)
+            self._listener(kind, serial, nbytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

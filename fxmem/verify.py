@@ -17,7 +17,8 @@ from fxmem.cuda import Allocation, AllocatorPeaks, allocator_peaks, cublas_works
 from fxmem.effects import tensors_restored
 from fxmem.errors import VerificationError
 from fxmem.fake import FakeWorld, ScalarReads
-from fxmem.step import BARE, Gradients, TrainingStep, gradients_of, run_step, warm_fake_step
+from fxmem.optimizing import Seen, steady_state
+from fxmem.step import BARE, Gradients, TrainingStep, gradients_of, run_step
 from fxmem.track import Listener, StorageTracker, tensors_of
 from fxmem.types import Phase, Timeline, Verification
 from fxmem.values import seeing_values
@@ -30,17 +31,17 @@ def verify(
     timeline: Timeline,
     step: TrainingStep = BARE,
     listener: Listener | None = None,
-    gradients: Gradients | None = None,
+    seen: Seen | None = None,
 ) -> Verification:
     """Run ``emitted`` on fakes and compare its peak with the plan's ``timeline``.
 
-    ``listener`` is told of every allocation and free, first of those that are there at the start. ``gradients``: what
-    the backward should leave on parameters, if known. Errors:
-    ``VerificationError`` if it cannot run; a differing peak is returned, not raised.
+    ``listener`` is told of every allocation and free, first of those that are there at the start. ``seen``: what an
+    earlier run of the same step tells of it. Errors: ``VerificationError`` if it cannot run; a differing peak is returned,
+    not raised.
     """
     try:
         subject = _Subject(lambda leaves: captured.call(emitted, leaves), emitted, captured.graph_module)
-        peak_bytes = _peak_bytes(subject, captured, inputs, step, listener, gradients)
+        peak_bytes = _peak_bytes(subject, captured, inputs, step, listener, seen)
     except Exception as error:
         overwritten = "modified by an inplace operation" in str(error)
         remedy = (
@@ -56,12 +57,12 @@ def eager_peak_bytes(
     inputs: Inputs,
     step: TrainingStep,
     listener: Listener | None = None,
-    gradients: Gradients | None = None,
+    seen: Seen | None = None,
 ) -> int:
     """Return the peak of the original model's own training step, in bytes.
 
-    ``listener`` is told of every allocation and free, first of those that are there at the start. ``gradients``: what
-    the backward should leave on parameters, if known.
+    ``listener`` is told of every allocation and free, first of those that are there at the start. ``seen``: what an
+    earlier run of the same step tells of it.
     """
 
     def forward(leaves: list[Any]) -> Any:
@@ -70,7 +71,7 @@ def eager_peak_bytes(
             return model(*args, **kwargs)
 
     with tensors_restored(model):
-        return _peak_bytes(_Subject(forward, model, model), captured, inputs, step, listener, gradients)
+        return _peak_bytes(_Subject(forward, model, model), captured, inputs, step, listener, seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +90,16 @@ def _peak_bytes(
     inputs: Inputs,
     step: TrainingStep,
     listener: Listener | None,
-    gradients: Gradients | None,
+    seen: Seen | None,
 ) -> int:
     """Return the tracked peak of a training step.
 
-    Where the backward leaves other ``gradients`` than those given, the step is run again after a micro-batch that tells.
+    Where the backward leaves other gradients than were ``seen``, the step is run again after a micro-batch that tells.
     """
-    if gradients is not None:
+    if seen is not None:
         events: list[Allocation] = []
-        peak_bytes, left = _fake_step(subject, captured, inputs, step, lambda *event: events.append(event), gradients)
-        if left == gradients:
+        peak_bytes, left = _fake_step(subject, captured, inputs, step, lambda *event: events.append(event), seen)
+        if left == seen.gradients:
             if listener is not None:
                 for event in events:
                     listener(*event)
@@ -112,11 +113,11 @@ def _fake_step(
     inputs: Inputs,
     step: TrainingStep,
     listener: Listener | None,
-    gradients: Gradients | None,
+    seen: Seen | None,
 ) -> tuple[int, Gradients | None]:
     """Return the tracked peak of a step, and what gradients its backward leaves on parameters.
 
-    Earlier gradients and the optimizer's state are as ``gradients`` say; if None, as a micro-batch run before says.
+    Earlier gradients and the optimizer's state are as ``seen`` says; if None, as a micro-batch run before says.
     """
     world = FakeWorld(inputs.leaves)
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
@@ -137,10 +138,12 @@ def _fake_step(
 
     with world.active():
         pairs = list(zip(captured.parameters, parameters, strict=True))
-        optimizer, scaler = warm_fake_step(step, pairs, micro_batch, gradients)
+        optimizer, scaler = steady_state(step, pairs, micro_batch, tracker, seen)
         tracker.hold(tensors_of(state))
         tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
-        tracker.hold(tensors_of((optimizer, scaler)))
+        if optimizer is not None:
+            optimizer.hold()
+        tracker.hold(tensors_of([scaler]))
         with world.state_of(subject.module), tracker, ScalarReads():
             run_step(lambda: subject.forward(leaves), step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
     return tracker.peak_bytes, left

@@ -39,7 +39,7 @@ import_torchvision()  # transformers imports it; on a CPU build of torch its com
 
 from transformers import GPT2Config, GPT2LMHeadModel
 
-config = GPT2Config(vocab_size=512, n_positions=128, n_embd=192, n_layer=4, n_head=4, use_cache=False,
+config = GPT2Config(vocab_size=512, n_positions=128, n_embd=192, n_layer=3, n_head=4, use_cache=False,
                     bos_token_id=1, eos_token_id=2)
 model = GPT2LMHeadModel(config).train()
 tokens = torch.randint(3, 512, (4, 128))

@@ -14,11 +14,12 @@ from fxmem.batch import largest_batch
 from fxmem.capture import capture
 from fxmem.captured import Inputs
 from fxmem.observe import observe
+from fxmem.optimizing import Seen
 from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.profile import Profiled, profile
 from fxmem.rewrite import rewrite
 from fxmem.simulate import keep_all, simulate
-from fxmem.step import Gradients, TrainingStep, run_step
+from fxmem.step import TrainingStep, run_step
 from fxmem.track import StorageTracker, tensors_of
 from fxmem.types import KEEP, Phase, Plan
 from fxmem.verify import eager_peak_bytes
@@ -511,24 +512,65 @@ def test_saving_less_than_three_matrices_of_the_chain_saves_b_mib_but_no_peak(b:
     assert peak >= three
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_gradients_wrongly_known_are_found_out_and_change_no_peak(accumulate: bool) -> None:
-    model, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(4, 8)
-    inputs, step = Inputs.of((x,), {}), TrainingStep(None, "adamw", accumulate)
-    captured = capture(model, inputs)
-    right = profile(captured, inputs, lambda flops, moved: 1.0, step).gradients
-    assert right is not None
-    assert all(right)
+def _first_layer_only(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model[0].parameters())  # type: ignore[index]
 
-    def seen(gradients: Gradients | None) -> tuple[int, list[tuple[str, int]]]:
+
+def _lists(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), foreach=True, amsgrad=True)
+
+
+class Forgetful(torch.optim.Optimizer):
+    """Makes its state anew in each step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for p in self.param_groups[0]["params"] if p.grad is not None):
+            before = self.state[p].get("mean", torch.zeros_like(p))
+            self.state[p]["mean"] = before * 0.9 + p.grad * 0.1
+            p.sub_(self.state[p]["mean"])
+
+
+SEEN_OPTIMIZERS = {
+    **dict.fromkeys(("adagrad", "adamw", "nadam", "rmsprop", "rprop", "sgd", "adafactor")),
+    "first layer only": _first_layer_only,
+    "foreach": _lists,
+    "forgetful": lambda model: Forgetful(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("name", SEEN_OPTIMIZERS)
+def test_what_was_seen_of_a_step_changes_no_allocation_of_the_next_run_even_where_it_is_wrong(
+    name: str, accumulate: bool, scaled: bool
+) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(4, 8)
+    make, scaler = SEEN_OPTIMIZERS[name], torch.amp.GradScaler("cpu") if scaled else None
+    inputs, step = Inputs.of((x,), {}), TrainingStep(None, make(model) if make else name, accumulate, scaler)
+    captured = capture(model, inputs)
+    right = profile(captured, inputs, lambda flops, moved: 1.0, step).seen
+    assert right is not None
+    assert all(right.gradients)
+    assert (right.optimizer is None) == (scaled or name == "forgetful")
+
+    def allocations(seen: Seen | None) -> tuple[int, list[tuple[str, int]]]:
         events: list[tuple[str, int]] = []
         peak_bytes = eager_peak_bytes(
-            model, captured, inputs, step, lambda kind, _, nbytes: events.append((kind, nbytes)), gradients
+            model, captured, inputs, step, lambda kind, _, nbytes: events.append((kind, nbytes)), seen
         )
+        events = [event for event in events if event[1]]
+        while events[-1][0] == "free":  # what dies with the run
+            events.pop()
         return peak_bytes, events
 
-    assert seen(right) == seen(None)
-    assert seen((None, *right[1:])) == seen(None)
+    afresh = allocations(None)
+    assert allocations(right) == afresh
+    assert allocations(Seen(right.gradients)) == afresh
+    assert allocations(Seen((None, *right.gradients[1:]), right.optimizer)) == afresh
 
 
 class Partly(nn.Module):
@@ -562,7 +604,7 @@ def test_usual_gradients_are_supposed_and_the_step_observed_again_where_they_are
     monkeypatch.setattr(fxmem.profile, "observe", counted)
     found = profile(captured, inputs, lambda flops, moved: 1.0, step)
     assert len(observed) == num_steps
-    monkeypatch.setattr(fxmem.profile, "usual_gradients", lambda parameters: None)
+    monkeypatch.setattr(fxmem.profile, "usual_gradients", lambda parameters: (None,) * len(parameters))
     assert profile(captured, inputs, lambda flops, moved: 1.0, step).profile == found.profile
 
 

@@ -33,6 +33,7 @@ ORDER = (
     "views",
     "replay",
     "step",
+    "optimizing",
     "runtime",
     "structures",
     "captured",
@@ -70,7 +71,7 @@ ORDER = (
 
 # These see even less than the order allows.
 ONLY = {
-    "track": {"types", "errors", "traces"},
+    "track": {"types", "errors", "cuda", "traces"},
     "effects": {"types", "errors"},
     "truer": set(),
     "fake": {"types", "errors", "effects", "truer"},
@@ -78,7 +79,8 @@ ONLY = {
     "views": {"errors"},
     "replay": {"errors", "autocast", "views"},
     "runtime": {"errors", "switches", "autocast", "views", "replay"},
-    "step": {"types", "errors", "fake", "autocast"},
+    "step": {"types", "errors", "autocast"},
+    "optimizing": {"errors", "cuda", "track", "fake", "step"},
     "values": {"types", "errors"},
     "looks": {"errors"},
     "structures": {"errors"},
@@ -100,7 +102,7 @@ ONLY = {
         "frozen",
         "faithful",
     },
-    "observe": {"types", "errors", "track", "fake", "regions", "frozen", "views", "step", "captured"},
+    "observe": {"types", "errors", "track", "fake", "regions", "frozen", "views", "step", "optimizing", "captured"},
     "ticks": {"types", "errors", "observe"},
     "profile": {
         "types",
@@ -113,6 +115,7 @@ ONLY = {
         "replay",
         "bindings",
         "step",
+        "optimizing",
         "captured",
         "observe",
         "ticks",
