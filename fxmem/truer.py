@@ -107,6 +107,8 @@ def _statistics(fakes: Any, given: torch.Tensor, parameters: Any) -> list[Any]:
 def _batch_norm_backward(output: Any, args: Any) -> Any:
     if output[0] is None or args[0].device.type != "cpu":
         return output
+    if not args[-1][0]:  # of what is not asked for there is nothing
+        return (None, *output[1:])
     return (_laid_out(output[0], args[1], last=_is_last(args[1])), *output[1:])
 
 
@@ -138,6 +140,15 @@ def _recurrent(output: Any, args: Any) -> Any:
     return (*output[:3], output[3].new_empty(_workspace_bytes(inputs, others)))
 
 
+def _convolution_backward(output: Any, args: Any) -> Any:
+    """oneDNN makes the weight's gradient beside the bias's, wanted or not."""
+    if args[1].device.type != "cpu" or output[1] is not None or output[2] is None:
+        return output
+    (_, given, weight, bias_sizes, *others), bias = args[:-1], output[2]
+    backend = torch._C._select_conv_backend(given, weight, bias, *others, bias_sizes)
+    return (output[0], torch.empty_like(weight), bias) if "Mkldnn" in str(backend) else output
+
+
 def _embedded_bags(output: Any, args: Any) -> Any:
     """What offsets and sizes are saved on the CPU may have room for one element more."""
     if args[0].device.type != "cpu":
@@ -160,6 +171,7 @@ _TRUER: dict[Any, Callable[[Any, Any], Any]] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.convolution_backward.default: _convolution_backward,
     aten.binary_cross_entropy.default: _reduced_in_place_on_cpu,
     aten.soft_margin_loss.default: _reduced_in_place_on_cpu,
     aten.mse_loss.default: _reduced_in_place,
