@@ -48,6 +48,8 @@ class FakeWorld:
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
         if fake.is_leaf:
             fake.grad = None
+            if tensor.is_leaf and fake.grad_dtype != tensor.grad_dtype:
+                fake.grad_dtype = tensor.grad_dtype
         self._fakes[id(tensor)] = (tensor, fake)
         return fake
 

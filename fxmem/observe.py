@@ -251,7 +251,8 @@ class _Observer:
         with gradients_untouched(self.captured.parameters), self.world.active(self.graph_module):
             pairs = list(zip(self.captured.parameters, parameters, strict=True))
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
-            self.leaves_with_grad = parameters + leaves
+            buffers = [self.world.fake(b) for b in self.graph_module.buffers() if b.requires_grad]
+            self.leaves_with_grad = parameters + buffers + leaves
             optimizer, scaler = steady_state(step, pairs, micro_batch, self.tracker, seen)
             static = self._hold_statics(fakes, optimizer, scaler)
             earlier = self._gradient_serials()

@@ -56,7 +56,8 @@ class SteadyOptimizer(Protocol):
     def zero_grad(self, set_to_none: bool) -> None: ...
 
     def seen(self, parameters: Sequence[torch.Tensor]) -> SeenOptimizer | None:
-        """Return what was seen of it; None if its step did not run, left something behind or freed what was there."""
+        """Return what was seen of it; None if its step did not run, left something behind or freed what was there, or if it
+        holds more than ``parameters``."""
 
 
 class _Watched:
@@ -81,11 +82,13 @@ class _Watched:
     def seen(self, parameters: Sequence[torch.Tensor]) -> SeenOptimizer | None:
         events = [event for event in self._step or () if event[2]]
         made, freed = (sorted(serial for kind, serial, _ in events if kind == which) for which in ("alloc", "free"))
-        if self._step is None or made != freed:
-            return None
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        holds = tuple(places[id(p)] for group in self.optimizer.param_groups for p in group["params"])
-        return SeenOptimizer(holds, tuple(nbytes for _, _, nbytes in self._state), tuple(events))
+        held = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+        if self._step is None or made != freed or not places.keys() >= set(held):
+            return None
+        return SeenOptimizer(
+            tuple(places[key] for key in held), tuple(nbytes for _, _, nbytes in self._state), tuple(events)
+        )
 
 
 class _Repeated:
@@ -107,6 +110,14 @@ class _Repeated:
 
     def seen(self, parameters: Sequence[torch.Tensor]) -> SeenOptimizer:
         return self._seen
+
+
+def clears_all(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> bool:
+    """True if no gradient of ``parameters`` is left when the step is over."""
+    if not isinstance(step.optimizer, torch.optim.Optimizer):
+        return step.optimizer is not None
+    held = {id(p) for group in step.optimizer.param_groups for p in group["params"]}
+    return all(id(p) in held for p in parameters if p.requires_grad)
 
 
 def steady_state(
@@ -142,6 +153,7 @@ def steady_state(
             return None, scaler
         stepped = {id(fake) for group in optimizer.param_groups for fake in group["params"]}
         left = {key: fake.grad for key, fake in fakes.items()}
+        _check_stay([grad for key, grad in left.items() if grad is not None and id(fakes[key]) not in stepped])
         known = step.optimizer.state if isinstance(step.optimizer, torch.optim.Optimizer) else {}
         for real, fake in parameters:
             if real in known and id(real) in fakes and fake.grad is None:
@@ -167,6 +179,17 @@ def _optimizing(optimizer: object) -> Iterator[None]:
             f"{name} could not be made or stepped on fake tensors: {first_lines(error)}. Pass an optimizer that is like it "
             "in memory and whose step takes no arguments, or optimizer=None and leave room for its state"
         ) from error
+
+
+def _check_stay(gradients: Sequence[torch.Tensor]) -> None:
+    """Errors: ``InputError`` if one of the ``gradients`` that no optimizer clears grows from step to step."""
+    for gradient in gradients:
+        if gradient.layout != torch.strided:
+            raise InputError(
+                f"a sparse gradient of shape {tuple(gradient.shape)} is of a parameter that the optimizer does not hold: "
+                "it is never cleared and grows from step to step, so no peak can be told or bounded; give the optimizer "
+                "that parameter too, freeze it, or make its gradients dense (Embedding(sparse=False))"
+            )
 
 
 def _check_steady(optimizer: torch.optim.Optimizer) -> None:

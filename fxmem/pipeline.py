@@ -328,6 +328,9 @@ def _notes(settings: Settings, captured: Captured) -> tuple[str, ...]:
         notes.append("gradients of earlier micro-batches are there at the start of the step")
     if step.loss_fn is None:
         notes.append("the loss is output.loss, or the sum of the outputs where there is none (loss_fn= changes that)")
+    num_hooked = sum(bool(p._backward_hooks or p._post_accumulate_grad_hooks) for p in captured.parameters)
+    if num_hooked:
+        notes.append(f"what the hooks on {num_hooked} parameters allocate is not counted")
     if torch.backends.cudnn.benchmark and any(p.is_cuda for p in captured.parameters):
         notes.append(
             "torch.backends.cudnn.benchmark is on: a convolution that runs again may choose another kernel, and bits differ"

@@ -22,7 +22,7 @@ from fxmem.captured import Captured, Inputs, count_of_batches, source_of
 from fxmem.errors import PlanMismatchError
 from fxmem.fake import FakeWorld
 from fxmem.observe import STATISTICS, NodeObservation, Observation, observe
-from fxmem.optimizing import Seen
+from fxmem.optimizing import Seen, clears_all
 from fxmem.regions import op_of, op_text
 from fxmem.replay import NodeReplay, Replay, SavedInRerun
 from fxmem.step import BARE, TrainingStep, usual_gradients
@@ -95,9 +95,9 @@ def _observed(
     captured: Captured, inputs: Inputs, step: TrainingStep, seen: Seen | None
 ) -> tuple[Observation, FakeWorld]:
     """Run the step. Where nothing was ``seen``, the usual gradients are supposed, which spares a micro-batch if they are
-    what the backward leaves; else the step is run again."""
+    what the backward leaves; else the step is run again. Of gradients that stay from step to step nothing is supposed."""
     world = FakeWorld(inputs.leaves)
-    if seen is None and step.optimizer is not None and not step.accumulate:
+    if seen is None and not step.accumulate and clears_all(step, captured.parameters):
         seen = Seen(usual_gradients([world.fake(p) for p in captured.parameters]))
     if seen is not None:
         left = None
@@ -332,8 +332,10 @@ class _Builder:
         node = self.seen.nodes[k]
         leaves = list(node.leaves)
         refs = [(place, self._view(view)) for place, view, _ in node.reads]
-        identities = node.identities
+        identities, scratch = node.identities, []
         if node.updates:
+            given = next(view.dtype for _, view in refs)
+            scratch = [(place, view) for place, view in refs if place in node.updates and view.dtype != given]
             refs = [(place, view) for place, view in refs if place not in node.updates]
             identities = [(number, False) for number in range(len(refs))]
         outputs: list[tuple[int, View]] = []
@@ -353,6 +355,7 @@ class _Builder:
             internals=tuple(i if i in created else -1 for i in self._internals(node)),
             random=bool(node.draws_on),
             identities=tuple(identities),
+            scratch=tuple(scratch),
         )
 
     def _rerun(self, replays: list[Replay]) -> list[tuple[Replay, Rerun] | None]:
@@ -426,6 +429,7 @@ def _signature(replay: Replay) -> object:
             tuple((place, anonymous(view)) for place, view in node.outputs),
             tuple(i < 0 for i in node.internals),
             node.identities,
+            tuple((place, *view[1:]) for place, view in node.scratch),
             len(replay.products),
         )
         for node in replay.nodes

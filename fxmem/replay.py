@@ -12,7 +12,8 @@ NOTE [Same bits on a re-run]
    reads a leaf's one cast several times has it on, and leaves no cast behind.
 5. Switches of kernels are those of the forward (:mod:`fxmem.switches`).
 6. Batch statistics are computed from the batch, so ``batch_norm`` and ``instance_norm`` re-run without their running
-   statistics: these are updated once, by the forward.
+   statistics: these are updated once, by the forward. Running statistics of another dtype than the input choose the
+   kernel, so a re-run gets scratch ones.
 """
 
 from __future__ import annotations
@@ -58,11 +59,13 @@ class NodeReplay:
     """By ref: the first ref that was the same tensor, and whether it was a leaf whose cast autocast keeps."""
     casts_once: bool = False
     """Under autocast it reads a leaf's one cast several times."""
+    scratch: tuple[tuple[int, View], ...] = ()
+    """(place, geometry) of tensors that it writes and does not read, and that are nobody's."""
     call: Callable[[list[torch.Tensor]], Any] = field(init=False, repr=False, compare=False)
     """Calls the target on the tensors of ``refs``."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "call", _caller(self.target, self.leaves, self.refs, self.spec))
+        object.__setattr__(self, "call", _caller(self.target, self.leaves, (*self.refs, *self.scratch), self.spec))
 
     def run(self, bases: dict[int, torch.Tensor], saved: SavedInRerun, views: Views | None = None) -> None:
         """Run the node on ``bases`` and put the bases of what it makes there; internals only if ``saved`` captures.
@@ -86,6 +89,9 @@ class NodeReplay:
         saved: SavedInRerun,
         views: Views | None,
     ) -> None:
+        if self.scratch:
+            device = arguments[0].device
+            arguments += [torch.empty(view.size, dtype=view.dtype, device=device) for _, view in self.scratch]
         fresh = saved.begin(arguments) if saved.capture else {}
         output = self.call(arguments)
         leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)

@@ -81,7 +81,7 @@ def _batch_normed(output: Any, args: Any) -> Any:
     last = _is_last(args[0])
     if args[0].dim() in (4, 5) and not args[0].is_contiguous():
         last = last or args[0].is_contiguous(memory_format=_LAST[args[0].dim()])
-    return (_laid_out(output[0], args[0], last=last), *_statistics(output[1:], args[0], args[1:3]))
+    return (_laid_out(output[0], args[0], last=last), *_statistics(output[1:], args[0], args[1:5]))
 
 
 def _group_normed(output: Any, args: Any) -> Any:
@@ -99,7 +99,7 @@ def _layer_normed(output: Any, args: Any) -> Any:
 
 
 def _statistics(fakes: Any, given: torch.Tensor, parameters: Any) -> list[Any]:
-    """Beside parameters of another dtype than ``given`` the CPU's kernels keep them in fp32."""
+    """Beside parameters, or running statistics, of another dtype than ``given`` the CPU's kernels keep them in fp32."""
     mixed = any(isinstance(t, torch.Tensor) and t.dtype != given.dtype for t in parameters)
     return [_as_dtype(fake, torch.float32 if mixed else given.dtype) for fake in fakes]
 
@@ -145,8 +145,25 @@ def _convolution_backward(output: Any, args: Any) -> Any:
     if args[1].device.type != "cpu" or output[1] is not None or output[2] is None:
         return output
     (_, given, weight, bias_sizes, *others), bias = args[:-1], output[2]
-    backend = torch._C._select_conv_backend(given, weight, bias, *others, bias_sizes)
-    return (output[0], torch.empty_like(weight), bias) if "Mkldnn" in str(backend) else output
+    backend = _backend(given, weight, bias, *others, bias_sizes)
+    return (output[0], torch.empty_like(weight), bias) if "Mkldnn" in backend else output
+
+
+def _convolution(output: torch.Tensor, args: Any) -> torch.Tensor:
+    """The kernel of a transposed convolution in three dimensions makes a result as large as its input, then resizes it:
+    the storage stays as large."""
+    given, transposed = args[0], args[6]
+    if not transposed or given.device.type != "cpu" or given.numel() <= output.numel():
+        return output
+    if _backend(*args[:9], None) != "SlowTranspose3d":
+        return output
+    return cast(torch.Tensor, given.new_empty(given.numel()).as_strided(output.shape, output.stride()))
+
+
+def _backend(*args: Any) -> str:
+    """Return the name of the kernels that run a convolution."""
+    name = str(torch._C._select_conv_backend(*args)).rpartition(".")[2]
+    return "MkldnnTranspose" if name == "???" else name  # the one that torch gives no name
 
 
 def _embedded_bags(output: Any, args: Any) -> Any:
@@ -171,6 +188,7 @@ _TRUER: dict[Any, Callable[[Any, Any], Any]] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.binary_cross_entropy.default: _reduced_in_place_on_cpu,
     aten.soft_margin_loss.default: _reduced_in_place_on_cpu,

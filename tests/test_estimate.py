@@ -147,6 +147,51 @@ def test_gradients_of_another_dtype_than_their_parameters_count_as_such() -> Non
         estimate = fxmem.estimate(model, x, optimizer=optimizer, accumulate=accumulate)
         assert measured_steady(model, model, x, optimizer, accumulate=accumulate) == estimate.peak_bytes
     assert estimate.breakdown.gradients_bytes == sum(p.nbytes for p in model.parameters()) // 2
+    sizes = [estimate.max_batch_size(estimate.peak_bytes - lack) for lack in (0, 1)]
+    assert sizes == [8, 7]
+
+
+class Prompted(nn.Module):
+    """A learned prompt before a table: its gradient is a part of both's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt, self.layer, self.unused = nn.Parameter(torch.randn(20, 8)), nn.Linear(8, 8), nn.Linear(100, 100)
+        self.register_buffer("table", torch.randn(2000, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) @ torch.cat([self.prompt, self.table]).t()
+
+
+@pytest.mark.parametrize("budgeted", [False, True])
+def test_gradients_that_no_optimizer_clears_are_those_the_backward_leaves(budgeted: bool) -> None:
+    model, x = Prompted(), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    predicted = fxmem.estimate(model, x, optimizer=optimizer).peak_bytes
+    way = fxmem.optimize(model, x, optimizer=optimizer, budget=predicted) if budgeted else model
+    assert measured_steady(model, way, x, optimizer) == predicted
+
+
+def test_sparse_gradients_that_no_optimizer_clears_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with pytest.raises(fxmem.InputError, match="grows from step to step"):
+        fxmem.estimate(model, torch.randint(50, (4,)), optimizer=optimizer)
+
+
+def test_the_gradient_of_a_buffer_stays_and_counts() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 300)
+            self.register_buffer("scale", torch.randn(300, requires_grad=True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+    x = torch.randn(4, 8)
+    floor_bytes = fxmem.optimize(Scaled(), x, optimizer="adam").report.floor_bytes
+    assert fxmem.optimize(Scaled(), x, optimizer="adam", budget=floor_bytes).report.predicted_peak_bytes == floor_bytes
 
 
 @pytest.mark.parametrize("make", [SGD["sgd"], torch.optim.Adagrad, lambda p: torch.optim.SparseAdam(list(p))])
@@ -520,6 +565,13 @@ def _lists(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), foreach=True, amsgrad=True)
 
 
+class WithMore(torch.optim.SGD):
+    """Holds a tensor that is not the model's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__([*parameters, torch.zeros(3, requires_grad=True)], lr=0.1)
+
+
 class Forgetful(torch.optim.Optimizer):
     """Makes its state anew in each step."""
 
@@ -539,6 +591,7 @@ SEEN_OPTIMIZERS = {
     "first layer only": _first_layer_only,
     "foreach": _lists,
     "forgetful": lambda model: Forgetful(model.parameters()),
+    "with more": WithMore,
 }
 
 
@@ -550,12 +603,13 @@ def test_what_was_seen_of_a_step_changes_no_allocation_of_the_next_run_even_wher
 ) -> None:
     model, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(4, 8)
     make, scaler = SEEN_OPTIMIZERS[name], torch.amp.GradScaler("cpu") if scaled else None
-    inputs, step = Inputs.of((x,), {}), TrainingStep(None, make(model) if make else name, accumulate, scaler)
+    optimizer = make if isinstance(make, type) else make(model) if make else name
+    inputs, step = Inputs.of((x,), {}), TrainingStep(None, optimizer, accumulate, scaler)
     captured = capture(model, inputs)
     right = profile(captured, inputs, lambda flops, moved: 1.0, step).seen
     assert right is not None
     assert all(right.gradients)
-    assert (right.optimizer is None) == (scaled or name == "forgetful")
+    assert (right.optimizer is None) == (scaled or name in ("forgetful", "with more"))
 
     def allocations(seen: Seen | None) -> tuple[int, list[tuple[str, int]]]:
         events: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""Models of which parts are frozen: their kernels make fewer gradients, or more than are wanted; the peaks are exact."""
+"""Models of which parts are frozen, missing or of another dtype: other kernels run, which make other tensors."""
 
 from collections.abc import Callable
 
@@ -51,6 +51,35 @@ def test_convolutions_of_which_a_part_is_frozen(
         return nn.Sequential(nn.Conv2d(4, 4, 1), convolution, nn.GELU(), nn.Conv2d(4, 4, 1))
 
     check(build, torch.randn(size), plans=PLANS)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_transposed_convolutions_of_which_the_bias_learns(dims: int, dtype: torch.dtype) -> None:
+    cls = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+    x = torch.randn(2, 64, *[8] * dims, dtype=dtype, requires_grad=True)
+    check(lambda: nn.Sequential(frozen(cls(64, 64, 3, padding=1), "weight"), nn.SiLU()).to(dtype), x, plans=PLANS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("channels", [8, 64])
+def test_transposed_convolutions_that_make_less_than_they_take(channels: int, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 64, 6, 6, 6, dtype=dtype)
+    convolution = nn.ConvTranspose3d(64, channels, 1 if channels == 8 else 3, padding=channels // 64)
+    check(lambda: nn.Sequential(convolution, nn.SiLU()).to(dtype), x, plans=PLANS)
+
+
+@pytest.mark.parametrize("learning", [False, True])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_running_statistics_of_another_dtype_choose_the_kernel(norm: type[nn.Module], learning: bool) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(3, 8, 5, 5).bfloat16().requires_grad_(learning)
+
+    def build() -> nn.Module:
+        without_parameters = norm(8, affine=False, track_running_stats=True)
+        return nn.Sequential(without_parameters, nn.SiLU(), nn.Conv2d(8, 4, 1).bfloat16())
+
+    check(build, x, plans=PLANS)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
