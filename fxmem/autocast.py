@@ -27,7 +27,7 @@ class Autocast:
         return torch.autocast(self.device_type, self.dtype)
 
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
 
 
 def autocast_as_in_forward(
@@ -41,7 +41,7 @@ def autocast_as_in_forward(
     in_region: bool = torch._C._is_any_autocast_enabled()
     enabled = {device.type for device in devices if torch.is_autocast_enabled(device.type)} if in_region else set()
     if autocast is None and not enabled and not regions_inside:
-        return _NOTHING
+        return NOTHING
     return _as_in_forward(autocast, enabled)
 
 

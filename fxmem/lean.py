@@ -89,7 +89,7 @@ class Composite:
         self.__module__ = __name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parts(*[value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
+        return self.parts.forward(*[value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
 
     def __str__(self) -> str:
         return self.__name__
@@ -282,16 +282,60 @@ def _exchanged(parts: fx.GraphModule, wish: Wish) -> bool:
     for node in list(parts.graph.nodes):
         exchanged = _exchange_dropout(node) if wish.masks else _exchange_pool_or_input(node, wish)
         found = found or exchanged
+    if found:
+        _join_matmuls(parts.graph)
+        parts.graph.eliminate_dead_code()  # what a trace notes for autograd
     for node in parts.graph.nodes:
         node.target = callable_of(node) if node.op == "call_function" else node.target
     parts.recompile()
     return found
 
 
+def _join_matmuls(graph: fx.Graph) -> None:
+    """Write ``torch.matmul`` for the ops that it consists of: it runs the same ones, in C++."""
+    nodes = list(graph.nodes)
+    for k, product in enumerate(nodes):
+        if product.target is not aten.bmm.default:
+            continue
+        inputs = [node for operand in product.args if (node := _expanded(operand)) is not None]
+        if len(inputs) != 2 or any(node.meta["val"].dim() < 3 for node in inputs):
+            continue  # with fewer dimensions it depends on autograd which ops it consists of
+        traced = make_fx(torch.matmul)(*[node.meta["val"] for node in inputs]).graph.nodes
+        pattern = [node for node in traced if node.op == "call_function"]
+        start = k - [node.target for node in pattern].index(aten.bmm.default)
+        found = nodes[start : start + len(pattern)]
+        if _is_same(pattern, found, dict(zip(traced, inputs, strict=False))):
+            *others, last = found
+            _exchange(last, torch.matmul, tuple(inputs), *reversed(others))
+
+
+def _expanded(operand: Any) -> fx.Node | None:
+    """Return what ``operand``, of a batched product, is an expanded view or copy of."""
+    while operand.target in (aten.clone.default, aten.view.default, aten._unsafe_view.default):
+        operand = operand.args[0]
+    return operand.args[0] if operand.target is aten.expand.default else None
+
+
+def _is_same(pattern: list[fx.Node], found: list[fx.Node], known: dict[fx.Node, fx.Node]) -> bool:
+    """Tell if ``found`` does what ``pattern`` does, and nobody else needs what is between.
+
+    ``known``: nodes of ``found`` by those of ``pattern`` they stand for; what ``pattern`` makes is added.
+    """
+    if [node.target for node in pattern] != [node.target for node in found]:
+        return False
+    for expected, node in zip(pattern, found, strict=True):
+        if fx.map_arg((expected.args, expected.kwargs), known.__getitem__) != (node.args, node.kwargs):
+            return False
+        known[expected] = node
+    return all(user in found for node in found[:-1] for user in node.users)
+
+
 def _exchange(last: fx.Node, form: Target, args: tuple[Any, ...], *others: fx.Node) -> bool:
     """Write ``form(*args)`` for ``last`` and for what only it needs: ``others``, from the last to the first."""
     with last.graph.inserting_before(last):
-        last.replace_all_uses_with(last.graph.call_function(form, args))
+        call = last.graph.call_function(form, args)
+    call.meta = dict(last.meta)
+    last.replace_all_uses_with(call)
     for node in (last, *others):
         last.graph.erase_node(node)
     return True

@@ -251,7 +251,7 @@ def _measure(job: _Job, device: torch.device) -> Seconds | None:
     try:
         bases = {view.storage: _made_up(view, device) for _, view in node.refs}
         saved = SavedInRerun()
-        with torch.enable_grad(), saved.hooks(), autocast_as_in_forward(autocast, (device,)):
+        with saved, autocast_as_in_forward(autocast, (device,)):
             forward = _median_seconds(lambda: node.run(dict(bases), saved), device)
         if node.writes or not job.heaviest:  # what it writes is its output: no gradient can be asked for
             return Seconds(forward, None)

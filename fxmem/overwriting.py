@@ -98,3 +98,9 @@ def hardtanh_(x: torch.Tensor, min_val: float = -1.0, max_val: float = 1.0) -> t
 def relu6_(x: torch.Tensor) -> torch.Tensor:
     """Return ``relu6(x)`` in the memory of ``x``."""
     return hardtanh_(x, 0.0, 6.0)
+
+
+ELEMENTWISE = frozenset(
+    {add_, sub_, relu_, leaky_relu_, sigmoid_, tanh_, hardtanh_, hardtanh_in_place, relu6_, relu6_in_place}
+)
+"""The forms whose kernel does not look at whether autograd is on: all of them."""

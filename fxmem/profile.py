@@ -23,6 +23,7 @@ from fxmem.errors import PlanMismatchError
 from fxmem.fake import FakeWorld
 from fxmem.observe import STATISTICS, NodeObservation, Observation, observe
 from fxmem.optimizing import Seen, clears_all
+from fxmem.overwriting import ELEMENTWISE
 from fxmem.regions import op_of, op_text
 from fxmem.replay import NodeReplay, Replay, SavedInRerun
 from fxmem.step import BARE, TrainingStep, usual_gradients
@@ -343,6 +344,7 @@ class _Builder:
             if self._place(view.storage) in own and view.storage not in [v.storage for _, v in outputs]:
                 outputs.append((place, view))
         created = {self.index[s] for s in node.creates if s in self.index}
+        internals = tuple(i if i in created else -1 for i in self._internals(node))
         return NodeReplay(
             index=k,
             name=node.node.name,
@@ -352,8 +354,9 @@ class _Builder:
             spec=node.spec,
             writes=frozenset(i for s in node.writes if (i := self._place(s)) is not None),
             outputs=tuple((place, self._view(view)) for place, view in outputs),
-            internals=tuple(i if i in created else -1 for i in self._internals(node)),
+            internals=internals,
             random=bool(node.draws_on),
+            elementwise=not node.draws_on and not internals and _is_elementwise(op_of(node.node.target)),
             identities=tuple(identities),
             scratch=tuple(scratch),
         )
@@ -393,7 +396,7 @@ class _Builder:
         saved = SavedInRerun(capture=capture)
         inside = self.captured.autocast_device is not None
         region = autocast_as_in_forward(replay.autocast, self.devices, regions_inside=inside)
-        with torch.enable_grad(), saved.hooks(), region, tracker:
+        with saved, region, tracker:
             replay.run(bases, states, saved, {})  # type: ignore[arg-type]
         return tracker.peak_bytes - start_bytes
 
@@ -406,6 +409,17 @@ class _Builder:
 
     def _device(self, node: int, argument: int) -> torch.device:
         return self.seen.devices[next(v.storage for p, v, _ in self.seen.nodes[node].reads if p == argument)]
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def _is_elementwise(op: object) -> bool:
+    """True of ATen's ops with one kernel, which does not look at whether autograd is on."""
+    if isinstance(op, torch._ops.OpOverload):
+        own = op.namespace == "aten" and not op.has_kernel_for_dispatch_key(_COMPOSITE)
+        return own and torch.Tag.pointwise in op.tags
+    return op in ELEMENTWISE
 
 
 def _casting_once(replay: Replay) -> Replay:

@@ -5,7 +5,8 @@ In: the bases (any tensor on each input storage), the random states stashed in f
 NOTE [Same bits on a re-run]
 
 1. Kernels are chosen by layout and by whether autograd is on: a re-run gets arguments of the recorded geometry and of
-   the original ``requires_grad``, in grad mode, with saved tensors discarded (or captured, for internals).
+   the original ``requires_grad``, in grad mode, with saved tensors discarded (or captured, for internals). An elementwise
+   op has one kernel, so it runs without autograd, which costs more than a small kernel does.
 2. Geometry that comes out is checked against the recorded one (strides of size-1 dimensions do not matter).
 3. Random ops run from the generator states of the forward; the generators are put back afterwards.
 4. Autocast is as in the forward, but for its cache, which is the whole process's and perhaps in use: only a node that
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -29,7 +30,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only, tree_unflatten
 
-from fxmem.autocast import Autocast, casts_kept
+from fxmem.autocast import NOTHING, Autocast, casts_kept
 from fxmem.errors import PlanMismatchError
 from fxmem.views import View, Views, layout_error
 
@@ -55,6 +56,8 @@ class NodeReplay:
     """Storages of its fresh internals, in the order in which autograd saves them first; -1 for one that an earlier node
     made (a cast weight in autocast's cache) and a re-run makes anew."""
     random: bool
+    elementwise: bool = False
+    """Its kernel is the same whether autograd is on or off."""
     identities: tuple[tuple[int, bool], ...] = ()
     """By ref: the first ref that was the same tensor, and whether it was a leaf whose cast autocast keeps."""
     casts_once: bool = False
@@ -100,7 +103,7 @@ class NodeReplay:
             view = view if views is None else views.get(~place, view)
             if not view.same_layout(leaf):
                 raise layout_error(self.name, view, leaf)
-            bases[view.storage] = leaf.detach()
+            bases[view.storage] = leaf.detach() if leaf.requires_grad else leaf
         if saved.capture:
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor):
@@ -110,7 +113,7 @@ class NodeReplay:
     def argument(self, view: View, bases: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return the tensor of this geometry, requiring grad as in the forward."""
         tensor = view.on(bases[view.storage])
-        if not view.requires_grad:
+        if self.elementwise or not view.requires_grad:
             return tensor
         tensor.requires_grad_()
         return _NonLeaf.apply(tensor) if view.storage in self.writes else tensor  # type: ignore[no-untyped-call]
@@ -139,9 +142,12 @@ class NodeReplay:
 
 
 class SavedInRerun:
-    """What autograd would save during a re-run: discarded, or with ``capture`` collected where it is fresh memory."""
+    """What autograd would save during a re-run: discarded, or with ``capture`` collected where it is fresh memory.
 
-    __slots__ = ("_fresh", "_known", "capture")
+    A context manager: in its body autograd is on, and saves to here.
+    """
+
+    __slots__ = ("_fresh", "_grad_enabled", "_hooks", "_known", "capture")
 
     def __init__(self, *, capture: bool = False) -> None:
         self.capture = capture
@@ -154,15 +160,27 @@ class SavedInRerun:
         self._fresh = {}
         return self._fresh
 
-    def hooks(self) -> saved_tensors_hooks:
-        """Return the context in which this is what autograd saves to."""
-        return saved_tensors_hooks(self._pack, _never)
+    def __enter__(self) -> None:
+        self._grad_enabled = torch.is_grad_enabled()
+        self._hooks = saved_tensors_hooks(self._pack, _never)
+        self._hooks.__enter__()
+        torch.set_grad_enabled(True)
+
+    def __exit__(self, *exc: object) -> None:
+        torch.set_grad_enabled(self._grad_enabled)
+        self._hooks.__exit__()
+        del self._hooks  # they refer to this
 
     def _pack(self, tensor: torch.Tensor) -> None:
         if self.capture:
             key = tensor.untyped_storage()._cdata
             if key not in self._known:
                 self._fresh.setdefault(key, tensor.detach())
+
+
+def without_graph() -> AbstractContextManager[object]:
+    """Return a context in which autograd is off."""
+    return torch.no_grad() if torch.is_grad_enabled() else NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +200,8 @@ class Replay:
     ) -> None:
         """Put a base for each product into ``bases``, which hold the inputs and static tensors.
 
-        ``random_states`` and ``views`` are by node. Internals only if ``saved`` captures. To be called in grad mode, under
-        ``saved.hooks()`` and :func:`autocast_as_in_forward`.
+        ``random_states`` and ``views`` are by node. Internals only if ``saved`` captures. To be called in
+        :func:`autocast_as_in_forward` and, but for elementwise nodes, in ``saved``.
         """
         for node in self.nodes:
             if node.random:
@@ -198,9 +216,13 @@ def in_batched_backward() -> bool:
     return bool(torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING))
 
 
+def outside_of_batch() -> AbstractContextManager[object]:
+    """Return a context in which no tensor stands for many, as outside of such a backward."""
+    return _unbatched() if in_batched_backward() else NOTHING
+
+
 @contextmanager
-def outside_of_batch() -> Iterator[None]:
-    """Run the body, in which no tensor stands for many, as outside of such a backward."""
+def _unbatched() -> Iterator[None]:
     torch._C._dispatch_tls_set_dispatch_key_included(_BATCHING, False)
     try:
         yield
@@ -208,7 +230,7 @@ def outside_of_batch() -> Iterator[None]:
         torch._C._dispatch_tls_set_dispatch_key_included(_BATCHING, True)
 
 
-_BATCHING: Any = "VmapMode"
+_BATCHING: Any = torch._C._dispatch_key_parse("VmapMode")
 
 
 def _never(_: object) -> torch.Tensor:

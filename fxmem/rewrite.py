@@ -90,6 +90,10 @@ def _statics_of(replay: Replay | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(view.storage for node in replay.nodes for _, view in node.refs if view.storage < 0))
 
 
+def _is_elementwise(replay: Replay | None) -> bool:
+    return replay is not None and all(node.elementwise for node in replay.nodes)
+
+
 def _live(profiled: Profiled, plan: Plan) -> _Live:
     storages, recipes = profiled.profile.storages, profiled.profile.recipes
     stack = [s.index for s in storages if plan.limits[s.index] != KEEP and s.num_saves]
@@ -137,7 +141,7 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
                 internals=profiled.internals[node.index],
                 drops_fresh=any(s in live.dropped and s not in given for s in node.saves),
                 holds=tuple(_hold(profiled, node.index, s) for s in sorted(holds.get(node.index, ()))),
-                connects=tuple(connects.get(node.index, ())),
+                connects=tuple((r, tuple(made)) for r, made in connects.get(node.index, {}).items()),
                 frees=tuple(frees.get(node.index, ())),
             )
     return tapes
@@ -149,16 +153,16 @@ def _inputs(profiled: Profiled) -> frozenset[int]:
     return frozenset(~j for j, name in enumerate(profiled.static_names) if name in names)
 
 
-def _connections(profiled: Profiled, live: _Live) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Say, by node, which slots take hold of their inputs there, and which have all their owners from there on."""
+def _connections(profiled: Profiled, live: _Live) -> tuple[dict[int, dict[int, list[int]]], dict[int, list[int]]]:
+    """Say, by node, which slots take hold of their recipe's inputs there, and which have all their owners from there on."""
     profile = profiled.profile
-    connects: dict[int, list[int]] = {}
+    connects: dict[int, dict[int, list[int]]] = {}
     last_owner: dict[int, int] = {}
     for s in sorted(live.dropped):
         recipe = profile.storages[s].recipe
         assert recipe is not None
         node = profile.recipes[recipe].nodes[-1]
-        connects.setdefault(node, []).append(s)
+        connects.setdefault(node, {}).setdefault(recipe, []).append(s)
         for i in (s, *profile.recipes[recipe].inputs):
             last_owner[i] = max(last_owner.get(i, 0), node)
     for profiled_node in profile.nodes:
@@ -184,6 +188,7 @@ def _table(profiled: Profiled, plan: Plan, live: _Live, tapes: dict[int, NodeTap
     return TapeTable(
         nodes=tapes,
         replays=tuple(None if r is None else profiled.replays[r] for r in used),
+        elementwise=frozenset(r for r in live.recipes if _is_elementwise(profiled.replays[r])),
         recipe_inputs=tuple(recipe.inputs for recipe in profile.recipes),
         recipe_statics=tuple(() if r is None else _statics_of(profiled.replays[r]) for r in used),
         recipe_of=tuple(s.recipe for s in profile.storages),

@@ -25,7 +25,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +37,10 @@ from fxmem.replay import (
     RandomStates,
     Replay,
     SavedInRerun,
-    in_batched_backward,
     leaves_of,
     outside_of_batch,
     stash_random_states,
+    without_graph,
 )
 from fxmem.switches import present, under
 from fxmem.views import View, Views, layout_error, layout_message, memory_error
@@ -70,8 +69,8 @@ class NodeTape:
     """The plan drops something that is saved here and is none of the arguments."""
     holds: tuple[tuple[bool, int, int], ...]
     """(from outputs, place, storage): kept storages, final after this node, that a recomputation reads."""
-    connects: tuple[int, ...]
-    """Dropped storages, final after this node: their slots take hold of what they are recomputed from."""
+    connects: tuple[tuple[int, tuple[int, ...]], ...]
+    """(recipe, dropped storages that it makes), final after this node: their slots take hold of the recipe's inputs."""
     frees: tuple[int, ...]
     """Storages whose slots have all their owners once this node is done: the forward lets go of them."""
 
@@ -83,6 +82,8 @@ class TapeTable:
     nodes: dict[int, NodeTape]
     replays: tuple[Replay | None, ...]
     """By recipe."""
+    elementwise: frozenset[int]
+    """Recipes that run without autograd."""
     recipe_inputs: tuple[tuple[int, ...], ...]
     """By recipe: the managed storages it reads."""
     recipe_statics: tuple[tuple[int, ...], ...]
@@ -208,12 +209,15 @@ class Tape:
         else:
             output = target(*args, **kwargs)
         leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
-        if self._relaid or not all(view.same_layout(leaves[place]) for place, view in node.outputs):
-            self._relay(node, leaves, leaves_of((args, kwargs)))
+        for place, view in node.outputs:
+            if self._relaid or not view.same_layout(leaves[place]):
+                self._relay(node, leaves, leaves_of((args, kwargs)))
+                break
         for from_outputs, place, storage in node.holds:
             source = leaves if from_outputs else leaves_of((args, kwargs))
             self._slot(storage).fill(source[place].detach())
-        self._connect(node)
+        if node.connects or node.frees:
+            self._connect(node)
         return output
 
     def _note_views(self, node: NodeTape, argument_leaves: list[Any]) -> None:
@@ -281,7 +285,8 @@ class Tape:
         try:
             with saved_tensors_hooks(pack, unpack):
                 output = target(*args, **kwargs)
-            self._settle(node, fresh, output)
+            if node.drops_fresh:
+                self._settle(node, fresh, output)
         finally:  # autograd keeps the pack hook, and all it refers to, as long as any tensor saved here
             arguments.clear()
             argument_leaves.clear()
@@ -296,26 +301,24 @@ class Tape:
 
     def _settle(self, node: NodeTape, fresh: list[Fresh], output: Any) -> None:
         """Say of each fresh saved tensor whether it is an output or an internal, and drop it if the plan says so."""
-        if not node.drops_fresh:
-            return
         leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
         keys = [leaf.untyped_storage()._cdata if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
-        views = {keys[place]: view for place, view in node.outputs}
-        storages = {key: view.storage for key, view in views.items()}
-        internal_keys = list(dict.fromkeys([saved.key for saved in fresh if saved.key not in keys]))
-        if len(internal_keys) == len(node.internals):
-            storages.update(zip(internal_keys, node.internals, strict=True))
+        planned = {keys[place]: view for place, view in node.outputs}
+        internals = dict.fromkeys([saved.key for saved in fresh if saved.key not in keys], -1)
+        if len(internals) == len(node.internals):
+            internals = dict(zip(internals, node.internals, strict=True))
         else:
             warnings.warn(
-                f"{node.name} saves {len(internal_keys)} internal tensors, {len(node.internals)} were planned; they "
+                f"{node.name} saves {len(internals)} internal tensors, {len(node.internals)} were planned; they "
                 "are kept: gradients are right, the peak may be above the budget",
                 stacklevel=2,
             )
         for saved in fresh:
-            storage = storages.get(saved.key, -1)
+            view = planned.get(saved.key)
+            storage = view.storage if view is not None else internals.get(saved.key, -1)
             if storage in self.table.dropped:
                 assert type(saved.settled) is Held
-                tensor, view = saved.settled.tensor, views.get(saved.key)
+                tensor = saved.settled.tensor
                 if view is None or not view.is_of(tensor):
                     view = View.of(tensor, storage)
                 saved.settled = Handle(self._slot(storage), view)
@@ -332,10 +335,10 @@ class Tape:
         """Let empty slots hold what they are recomputed from, and let go of slots that others own by now."""
         table = self.table
         assert self._open is not None, "the forward is over"
-        for storage in node.connects:
-            recipe = table.recipe_of[storage]
-            assert recipe is not None
-            self._slot(storage).inputs = tuple([self._slot(i) for i in table.recipe_inputs[recipe]])
+        for recipe, storages in node.connects:
+            inputs = tuple([self._slot(i) for i in table.recipe_inputs[recipe]])
+            for storage in storages:
+                self._slot(storage).inputs = inputs
         for storage in node.frees:
             self._open.pop(storage, None)
 
@@ -360,8 +363,8 @@ class Tape:
         on_the_way: dict[int, torch.Tensor] = {}
         saved, table = SavedInRerun(), self.table
         region = autocast_as_in_forward(table.autocast, table.devices, regions_inside=table.regions_inside)
-        batch = outside_of_batch() if in_batched_backward() else nullcontext()
-        with batch, torch.enable_grad(), saved.hooks(), region, under(self._switches):
+        graph = without_graph() if table.elementwise.issuperset(positions) else saved
+        with outside_of_batch(), graph, region, under(self._switches):
             for p in positions:
                 self._run_recipe(p, target, position, readers, on_the_way, saved)
 

@@ -116,6 +116,7 @@ ONLY = {
         "bindings",
         "step",
         "optimizing",
+        "overwriting",
         "captured",
         "observe",
         "ticks",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxmem
 from fxmem.captured import Inputs
-from fxmem.lean import with_lean_saves
+from fxmem.lean import Composite, with_lean_saves
 from fxmem.lean_ops import byte_dropout
 from fxmem.profile import profile
 from fxmem.simulate import drop_all
@@ -82,6 +82,21 @@ def test_attention_gives_the_same_bits(options: dict[str, Any], autocast: Any) -
     x = torch.randn(2, 5, 8)
     checked = check(lambda: Attention(dropout_p=0.2, **options), x, autocast=autocast, plans=PLANS)
     assert any("saving less" in plan for plan in checked.peaks)
+
+
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True}, {"scale": 0.3, "enable_gqa": True}], ids=["causal", "grouped"]
+)
+def test_an_attention_multiplies_as_eager_does(options: dict[str, Any]) -> None:
+    model, batch = Attention(dropout_p=0.2, **options), (torch.randn(2, 5, 8),)
+    eager_bytes = fxmem.optimize(model, batch, optimizer=None).report.predicted_peak_bytes
+    optimized = fxmem.optimize(model, batch, optimizer=None, budget=eager_bytes - 1)
+    targets = [getattr(node.target, "target", node.target) for node in optimized.graph_module.graph.nodes]
+    (attention,) = [target for target in targets if isinstance(target, Composite)]
+    called = [node.target for node in attention.parts.graph.nodes]
+    assert called.count(torch.matmul) == 2
+    assert torch.bmm not in called
+    assert torch.clone not in called or "enable_gqa" in options  # which repeats the keys
 
 
 class Biased(nn.Module):
