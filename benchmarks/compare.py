@@ -24,7 +24,7 @@ from tabulate import tabulate
 
 from benchmarks import models
 from benchmarks.measure import Row, measure
-from benchmarks.results_file import RESULTS, commit, load_rows, save_rows
+from benchmarks.results_file import RESULTS, load_rows, machine, save_rows
 from benchmarks.ways import LEAST, NOT_INSTALLABLE, SHARES, Way, peers
 
 NO_BUDGET = Way("fxmem, no budget", "fxmem")
@@ -170,7 +170,8 @@ def in_own_process(name: str, scale: str, ways: list[Way], seconds: float, cache
             row = receiver.recv() if alive else row
         except EOFError:
             alive, row.problem = False, "the process died"
-        row.commit = commit()
+        facts = machine()
+        row.commit, row.cpu, row.date = facts["commit"], facts["cpu"], facts["date"]
         yield row
         if not alive:
             yield from in_own_process(name, scale, ways[i + 1 :], seconds, cache) if ways[i + 1 :] else ()

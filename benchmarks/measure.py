@@ -81,6 +81,9 @@ class Row:
     buffers: str | None = None
     """``equal``, or the first buffer that differs."""
     commit: str | None = None
+    cpu: str | None = None
+    date: str | None = None
+    """Of older rows neither was noted."""
 
     @property
     def exact(self) -> bool:

@@ -136,8 +136,8 @@ def comparison_page() -> str:
             "are CPU times over eager's, medians of pairs. A compiled peer's extra time is counted over its own time "
             "without recomputation, since fusion is its merit and recomputation its cost. *lost*: fxmem is slower by more "
             "than the spread of its own pairs, or cannot reach the peak. A negative extra time of fxmem counts as none in "
-            "the shares. Rows were measured at several commits and dates, on a busy machine; the file "
-            "names each row's commit.",
+            "the shares. Rows were measured at several commits, dates and machines, most of them busy; the "
+            "file names each row's commit and, of newer ones, the machine.",
             "",
             "| model | peer | peak MB | its step over eager's | its extra time | fxmem's extra time | of it | | remarks |",
             "|---|---|---|---|---|---|---|---|---|",
