@@ -82,6 +82,8 @@ class NodeReplay:
                     self._run(self._as_identified(refs, bases), bases, saved, views)
             finally:
                 torch.clear_autocast_cache()
+        elif self.elementwise:
+            self._run([view.on(bases[view.storage]) for _, view in refs], bases, saved, views)
         else:
             self._run([self.argument(view, bases) for _, view in refs], bases, saved, views)
 
@@ -113,7 +115,7 @@ class NodeReplay:
     def argument(self, view: View, bases: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return the tensor of this geometry, requiring grad as in the forward."""
         tensor = view.on(bases[view.storage])
-        if self.elementwise or not view.requires_grad:
+        if not view.requires_grad:
             return tensor
         tensor.requires_grad_()
         return _NonLeaf.apply(tensor) if view.storage in self.writes else tensor  # type: ignore[no-untyped-call]
