@@ -412,13 +412,15 @@ class _Builder:
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_UNTAGGED = frozenset({torch.ops.aten.hardswish.default, torch.ops.aten.hardswish_.default})
+"""Elementwise ops that ATen has not tagged as pointwise."""
 
 
 def _is_elementwise(op: object) -> bool:
     """True of ATen's ops with one kernel, which does not look at whether autograd is on."""
     if isinstance(op, torch._ops.OpOverload):
         own = op.namespace == "aten" and not op.has_kernel_for_dispatch_key(_COMPOSITE)
-        return own and torch.Tag.pointwise in op.tags
+        return own and (torch.Tag.pointwise in op.tags or op in _UNTAGGED)
     return op in ELEMENTWISE
 
 
