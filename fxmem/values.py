@@ -64,27 +64,34 @@ class Read:
 
 def all_hold(reads: Sequence[Read], leaves: Sequence[Any]) -> bool:
     """True if a call with ``leaves`` sees what ``reads`` saw."""
-    known: dict[int, torch.Tensor] = {}
-
-    def of(value: Value | Leaf) -> torch.Tensor:
-        if isinstance(value, Leaf):
-            tensor: torch.Tensor = leaves[value.index]
-            return tensor
-        if id(value) not in known:
-            args, kwargs = tree_map(given, (value.args, value.kwargs))
-            known[id(value)] = _tensors(value.func(*args, **kwargs))[value.place]
-        return known[id(value)]
-
-    def given(leaf: Any) -> Any:
-        if isinstance(leaf, Value | Leaf):
-            return of(leaf)
-        return leaves[leaf.leaf].shape[leaf.dim] if isinstance(leaf, Size) else leaf
-
+    values = _Values(leaves)
     try:
         with torch.no_grad():
-            return all(read.kind(of(read.value)) == read.seen for read in reads)
+            return all(read.kind(values.of(read.value)) == read.seen for read in reads)
     except RuntimeError:  # leaves of sizes that these reads are not for
         return False
+
+
+class _Values:
+    """What was read, as a call with ``leaves`` has it. (A class: functions that call each other would keep the leaves.)"""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._leaves = leaves
+        self._known: dict[int, torch.Tensor] = {}
+
+    def of(self, value: Value | Leaf) -> torch.Tensor:
+        if isinstance(value, Leaf):
+            tensor: torch.Tensor = self._leaves[value.index]
+            return tensor
+        if id(value) not in self._known:
+            args, kwargs = tree_map(self._given, (value.args, value.kwargs))
+            self._known[id(value)] = _tensors(value.func(*args, **kwargs))[value.place]
+        return self._known[id(value)]
+
+    def _given(self, leaf: Any) -> Any:
+        if isinstance(leaf, Value | Leaf):
+            return self.of(leaf)
+        return self._leaves[leaf.leaf].shape[leaf.dim] if isinstance(leaf, Size) else leaf
 
 
 def places_of(leaves: Sequence[Any]) -> Iterator[Read]:
