@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.compare import EAGER_PEERS, Verdict, verdicts_of
 from benchmarks.frontier import PEERS
 from benchmarks.measure import Row
+from benchmarks.models import MODELS
 from benchmarks.results_file import load_rows
 from benchmarks.ways import NOT_INSTALLABLE
 
@@ -209,7 +210,9 @@ def _by_kind(verdicts: list[Verdict]) -> dict[str, list[Verdict]]:
 
 
 def _compared() -> list[Row]:
-    return load_rows(RESULTS / "compare_cpu.json")
+    """Return the rows, model by model in the benchmark's order, whatever was measured last."""
+    order = list(MODELS)
+    return sorted(load_rows(RESULTS / "compare_cpu.json"), key=lambda row: order.index(row.model))
 
 
 def _verdicts(rows: list[Row]) -> Iterator[Verdict]:

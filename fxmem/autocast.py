@@ -28,6 +28,7 @@ class Autocast:
 
 
 NOTHING = nullcontext()
+"""A context that changes nothing, made once."""
 
 
 def autocast_as_in_forward(

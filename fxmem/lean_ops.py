@@ -70,8 +70,7 @@ def _laid_out_alike(dense: torch.Tensor, other: torch.Tensor) -> bool:
 
 def kept_with(x: torch.Tensor, probability: float) -> torch.Tensor:
     """Return ``x`` with each element zero or, with this probability, divided by it; the mask saved has bytes."""
-    result: torch.Tensor = _Dropout.apply(x, probability)  # type: ignore[no-untyped-call]
-    return result
+    return cast(torch.Tensor, _Dropout.apply(x, probability))  # type: ignore[no-untyped-call]
 
 
 def byte_dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:

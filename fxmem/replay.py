@@ -193,6 +193,11 @@ class Replay:
     products: tuple[int, ...]
     autocast: Autocast | None
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether it may run without autograd."""
+        return all(node.elementwise for node in self.nodes)
+
     def run(
         self,
         bases: dict[int, torch.Tensor],

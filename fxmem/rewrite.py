@@ -90,10 +90,6 @@ def _statics_of(replay: Replay | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(view.storage for node in replay.nodes for _, view in node.refs if view.storage < 0))
 
 
-def _is_elementwise(replay: Replay | None) -> bool:
-    return replay is not None and all(node.elementwise for node in replay.nodes)
-
-
 def _live(profiled: Profiled, plan: Plan) -> _Live:
     storages, recipes = profiled.profile.storages, profiled.profile.recipes
     stack = [s.index for s in storages if plan.limits[s.index] != KEEP and s.num_saves]
@@ -188,7 +184,7 @@ def _table(profiled: Profiled, plan: Plan, live: _Live, tapes: dict[int, NodeTap
     return TapeTable(
         nodes=tapes,
         replays=tuple(None if r is None else profiled.replays[r] for r in used),
-        elementwise=frozenset(r for r in live.recipes if _is_elementwise(profiled.replays[r])),
+        elementwise=frozenset(r for r in live.recipes if (replay := profiled.replays[r]) and replay.elementwise),
         recipe_inputs=tuple(recipe.inputs for recipe in profile.recipes),
         recipe_statics=tuple(() if r is None else _statics_of(profiled.replays[r]) for r in used),
         recipe_of=tuple(s.recipe for s in profile.storages),
