@@ -33,8 +33,9 @@ from benchmarks.models import deep_resnet
 from benchmarks.results_file import RESULTS, machine
 from fxmem.capture import capture
 from fxmem.captured import Inputs
-from fxmem.pipeline import Settings, frontier_of, profile_as_captured
+from fxmem.pipeline import Settings, frontier_of, profile_model
 from fxmem.planners import cheapest_within
+from fxmem.planners.gap import lower_bound
 from fxmem.step import TrainingStep
 from fxmem.timing import PRESETS
 from fxmem.types import FrontierPoint, GraphProfile
@@ -43,6 +44,8 @@ from fxmem.verify import eager_peak_bytes
 GB = 10**9
 GIB_IN_GB = 2**30 / 10**9
 PATH = RESULTS / "published.json"
+BOUND_SECONDS = 20.0
+"""For the lower bound at one point."""
 
 
 # -- models that torchvision lacks -------------------------------------------------------------------------------------
@@ -225,9 +228,19 @@ class Planned:
     def floor_bytes(self) -> int:
         return self.points[-1].peak_bytes
 
+    @property
+    def weights_bytes(self) -> int:
+        """Parameters and their gradients, which no plan makes smaller."""
+        return 2 * self.profile.static.parameters_bytes
+
     def overhead(self, point: FrontierPoint) -> float:
         """Return the recompute time of ``point`` over that of the eager step."""
         return point.recompute_seconds / self.profile.step_seconds
+
+    def least_overhead(self, point: FrontierPoint) -> float:
+        """Return a share of the eager step's time that every plan of at most the peak of ``point`` costs."""
+        seconds = lower_bound(self.profile, point.peak_bytes, point.recompute_seconds, seconds=BOUND_SECONDS)
+        return seconds / self.profile.step_seconds
 
     def least_bytes_within_one_forward(self) -> int:
         """Return the least peak at the cost of at most one more forward pass, Checkmate's rule."""
@@ -250,7 +263,7 @@ def planned(network: Network, batch: int) -> Planned:
         cache=False,
     )
     captured = capture(model, inputs)
-    profiled = profile_as_captured(model, captured, inputs, settings)
+    profiled = profile_model(model, captured, inputs, settings)
     eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, seen=profiled.seen)
     points = frontier_of(profiled.profile, settings)
     return Planned(profiled.profile, points, eager_bytes, time.perf_counter() - start)
@@ -275,6 +288,10 @@ class Result:
     floor_gb: float | None
     their_max_batch: int | None = None
     our_max_batch: int | None = None
+    weights_gb: float | None = None
+    """Of ours: parameters and their gradients."""
+    least_overhead: float | None = None
+    """No plan of our peak can cost less, by the same roofline."""
     plan_seconds: float = 0.0
     note: str = ""
 
@@ -286,6 +303,13 @@ class Result:
         if self.our_overhead is None or not self.their_overhead or self.their_overhead < 0:
             return None
         return self.our_overhead / self.their_overhead
+
+    @property
+    def better(self) -> bool:
+        """Less overhead than published in at most the published memory, or a larger batch."""
+        if self.their_max_batch is not None:
+            return self.our_max_batch is not None and self.our_max_batch > self.their_max_batch
+        return None not in (self.our_overhead, self.their_overhead) and self.our_overhead < self.their_overhead
 
 
 def _sum(output: Tensor) -> Tensor:
@@ -388,6 +412,8 @@ def at_budgets(
             our_gb=None if point is None else point.peak_bytes / GB,
             our_overhead=None if point is None else ours.overhead(point),
             floor_gb=ours.floor_bytes / GB,
+            weights_gb=ours.weights_bytes / GB,
+            least_overhead=None if point is None else ours.least_overhead(point),
             plan_seconds=ours.seconds,
             note=note,
         )
@@ -435,6 +461,7 @@ def max_batch(network: Network, their_max: int, budget_bytes: int = 16 * GB) -> 
         floor_gb=ours.floor_bytes / GB,
         their_max_batch=their_max,
         our_max_batch=best,
+        weights_gb=ours.weights_bytes / GB,
         plan_seconds=time.perf_counter() - start,
         note=f"without recomputation about {keep_all}",
     )
@@ -455,8 +482,8 @@ def all_results(papers: Sequence[str]) -> Iterator[Result]:
 
 
 HEADERS = (
-    "paper", "network", "batch", "their eager", "our eager", "their GB", "our GB", "floor GB", "their +%", "our +%",
-    "ours/theirs", "plan s", "note",
+    "paper", "network", "batch", "their eager GB", "our eager GB", "weights GB", "their GB", "our GB", "floor GB",
+    "their +%", "our +%", "least +%", "ours/theirs", "plan s", "note",
 )  # fmt: skip
 
 
@@ -467,11 +494,11 @@ def table(results: Sequence[Result]) -> str:
 
 def _cells(r: Result) -> tuple[str, ...]:
     batch = str(r.batch) if r.their_max_batch is None else f"{r.their_max_batch} -> {r.our_max_batch}"
-    percent = [None if v is None else 100 * v for v in (r.their_overhead, r.our_overhead)]
-    gigabytes = [_number(v) for v in (r.their_eager_gb, r.our_eager_gb, r.their_gb, r.our_gb, r.floor_gb)]
+    overheads = (r.their_overhead, r.our_overhead, r.least_overhead)
+    percents = [_number(None if v is None else 100 * v, 1) for v in overheads]
+    gigabytes = [r.their_eager_gb, r.our_eager_gb, r.weights_gb, r.their_gb, r.our_gb, r.floor_gb]
     return (
-        r.paper, r.network, batch, *gigabytes, _number(percent[0], 1), _number(percent[1], 1), _number(r.ratio),
-        f"{r.plan_seconds:.0f}", r.note,
+        r.paper, r.network, batch, *map(_number, gigabytes), *percents, _number(r.ratio), f"{r.plan_seconds:.0f}", r.note,
     )  # fmt: skip
 
 
@@ -500,12 +527,17 @@ _PAPERS = {"monet": {"MONeT"}, "checkmate": {"Checkmate"}, "others": {paper for 
 
 def _kept(papers: Sequence[str]) -> list[Result]:
     """Return the results of other papers from an earlier run."""
+    redone = set().union(*(_PAPERS[p] for p in papers))
+    return [result for result in load_results() if result.paper not in redone]
+
+
+def load_results() -> list[Result]:
+    """Return the committed results; empty if there are none."""
     if not PATH.exists():
         return []
-    redone = set().union(*(_PAPERS[p] for p in papers))
     fields = dict.fromkeys(Result.__dataclass_fields__) | {"plan_seconds": 0.0, "note": ""}
     rows = json.loads(PATH.read_text(encoding="utf-8"))["results"]
-    return [Result(**{**fields, **row}) for row in rows if row["paper"] not in redone]
+    return [Result(**{**fields, **row}) for row in rows]
 
 
 if __name__ == "__main__":

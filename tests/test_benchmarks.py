@@ -123,7 +123,11 @@ def test_every_model_has_a_name_of_its_own_and_three_are_quick() -> None:
 def test_published_ratios_are_ours_over_theirs() -> None:
     point = published.Result("p", "n", 1, None, None, 10.0, 0.1, 9.9, 0.05, 3.0)
     assert point.ratio == pytest.approx(0.5)
-    assert published.Result("p", "n", 1, *[None] * 7, their_max_batch=10, our_max_batch=20).ratio == 0.5
+    assert point.better
+    batch = published.Result("p", "n", 1, *[None] * 7, their_max_batch=10, our_max_batch=20)
+    assert batch.ratio == 0.5
+    assert batch.better
+    assert not published.Result("p", "n", 1, None, None, 10.0, 0.1, None, None, 12.0).better
 
 
 def test_committed_results_name_no_host_and_all_predictions_are_exact() -> None:
