@@ -7,7 +7,7 @@ equal plans; the clock, which counts CPU time, is the last resort and far from w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from fxmem.planners import chen, ilp, intervals, mincut
@@ -44,6 +44,8 @@ EXACT_BRANCHES = 1
 """... how far it may branch for each, ..."""
 EXACT_SECONDS = 60.0
 """... and for how long, should that take far longer than ever seen."""
+MOST_TURNS, TURN_GAIN = 6, 0.005
+"""Turns of improving and splicing at the end, and what one must bring, of the area below the frontier, for another."""
 MOST_WINDOWS, WINDOW_WORK = 40, 11_000
 """Neighbourhoods that it chooses anew; times recipes to the power of 3/2, as which the work for each grows."""
 UNLIKE = 0.01
@@ -66,7 +68,28 @@ def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, .
     found = rechoose(profile, found, num_windows=num_windows, clock=clock)
     if len(profile.recipes) <= MOST_EXACT_RECIPES:
         found = _exact(profile, found, clock)
-    return improve(profile, found, num_trials=num_trials // 4, clock=clock)
+    return _polished(profile, found, num_trials // 4, clock)
+
+
+def _polished(
+    profile: GraphProfile, points: tuple[FrontierPoint, ...], num_trials: int, clock: Clock
+) -> tuple[FrontierPoint, ...]:
+    """Return the points improved and spliced in turn, each making what the other works on, as long as that helps."""
+    for _ in range(MOST_TURNS):
+        before = points
+        points = improve(profile, points, num_trials=num_trials, clock=clock)
+        points = splice(profile, points, num_trials=num_trials, clock=clock)
+        if clock.over or _area(points, before) > (1.0 - TURN_GAIN) * _area(before, before):
+            break
+    return points
+
+
+def _area(points: Sequence[FrontierPoint], span: Sequence[FrontierPoint]) -> float:
+    """Return the area below a staircase: seconds, summed over the logarithms of the budgets that ``span`` has."""
+    least, most = math.log(span[-1].peak_bytes), math.log(span[0].peak_bytes)
+    edges = [min(max(math.log(p.peak_bytes), least), most) for p in points]
+    steps = pairwise((most, *edges))
+    return sum(p.recompute_seconds * (upper - lower) for p, (upper, lower) in zip(points, steps, strict=True))
 
 
 def _suggested(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> Iterator[Limits]:
