@@ -32,13 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 import fxmem
 from benchmarks import models
 from benchmarks.models import Batch, BenchModel
 from benchmarks.ways import EAGER, Contender, NotApplicable, Way, apply, without_recompute
 from fxmem.step import run_step
+from fxmem.timing import flops_of
 from fxmem.track import StorageTracker, tensors_of
 
 SEED = 7
@@ -263,9 +263,7 @@ def peak_of(racer: Racer) -> Peak:
 
     def count(func: Any, args: Any, kwargs: Any, output: Any) -> None:
         nonlocal flops
-        counter = flop_registry.get(func._overloadpacket)
-        if counter is not None:
-            flops += counter(*args, **kwargs, out_val=output)
+        flops += flops_of(func, args, kwargs, output)
 
     tracker = CompiledTracker(on_op=count)
     static_bytes = tracker.hold(tensors_of(holders))

@@ -12,6 +12,7 @@ import contextlib
 import gzip
 import hashlib
 import os
+import secrets
 import tempfile
 import zlib
 from pathlib import Path
@@ -40,6 +41,14 @@ def digest(*texts: str) -> str:
     for text in texts:
         result.update(str(len(text)).encode() + b":" + text.encode())
     return result.hexdigest()
+
+
+def digest_of_source(*files: Path) -> str:
+    """Return a key for what these files say, so that another version of the code finds nothing of this one's."""
+    try:
+        return digest(*(path.read_text(encoding="utf-8") for path in files))
+    except OSError:  # no source files, as in a frozen application: nothing stored fits for sure
+        return secrets.token_hex()
 
 
 def read(kind: str, key: str) -> str | None:

@@ -9,18 +9,20 @@ measured over roofline, of its op if any was measured. On CPU a recipe costs :da
 own Python adds to the step, while a GPU works on meanwhile. Times, and what was not to be measured, are remembered and
 kept on disk by device, torch version, op and geometry (:mod:`fxmem.cache`), so that a second call plans with the same
 ones. ``FXMEM_MEASURE=0`` in the environment keeps ``cost="auto"`` from measuring. Not modelled: the values in tensors,
-which few kernels' times depend on.
+which few kernels' times depend on, but for the sizes of groups in grouped matmuls: there all are equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +30,9 @@ import torch
 from fxmem import cache as disk
 from fxmem.autocast import Autocast, autocast_as_in_forward
 from fxmem.profile import NodeTimer, Profiled
-from fxmem.regions import Scoped
+from fxmem.regions import Scoped, op_of
 from fxmem.replay import NodeReplay, SavedInRerun, leaves_of
+from fxmem.timing import GROUPED_MATMULS
 from fxmem.types import GraphProfile, NodeProfile
 from fxmem.views import View
 
@@ -50,6 +53,9 @@ EVICTING_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """What is written between runs: more than a core's own cache, or a GPU's."""
 WAITING_CYCLES = 1_000_000
 """Of a GPU's clock, about half a millisecond: longer than Python takes to launch an op's kernels."""
+
+
+GROUPED = frozenset({torch._grouped_mm, *(op.default for op in GROUPED_MATMULS)})
 
 
 class Seconds(NamedTuple):
@@ -165,7 +171,7 @@ class _Job(NamedTuple):
 
 def _measure_all(profiled: Profiled, device: torch.device, *, cache: bool) -> dict[int, Seconds]:
     """Return seconds by node, for nodes of recipes."""
-    key = disk.digest(_device_name(device), torch.__version__, str(torch.get_num_threads()))
+    key = disk.digest(_source(), _device_name(device), torch.__version__, str(torch.get_num_threads()))
     known = _remembered.setdefault(key, {})
     if cache:
         known.update(_load(key))
@@ -179,6 +185,12 @@ def _measure_all(profiled: Profiled, device: torch.device, *, cache: bool) -> di
     if cache and len(known) > num_known:
         disk.write(KIND, key, json.dumps(_load(key) | known))
     return {k: seconds for k, name in names.items() if (seconds := known.get(name)) is not None}
+
+
+@functools.cache
+def _source() -> str:
+    """Return a digest of the code that decides what a time is."""
+    return disk.digest_of_source(Path(__file__))
 
 
 _remembered: dict[str, dict[str, Seconds | None]] = {}
@@ -250,6 +262,8 @@ def _measure(job: _Job, device: torch.device) -> Seconds | None:
         return None
     try:
         bases = {view.storage: _made_up(view, device) for _, view in node.refs}
+        if op_of(node.target) in GROUPED:
+            _make_groups_equal([view for _, view in node.refs], bases)
         saved = SavedInRerun()
         with saved, autocast_as_in_forward(autocast, (device,)):
             forward = _median_seconds(lambda: node.run(dict(bases), saved), device)
@@ -287,6 +301,15 @@ def _made_up(view: View, device: torch.device) -> torch.Tensor:
         return torch.zeros(count, dtype=view.dtype, device=device)
     few = torch.rand(min(count, 1 << 16), device=device).to(view.dtype)
     return few.repeat(-(-count // len(few)))
+
+
+def _make_groups_equal(views: list[View], bases: dict[int, torch.Tensor]) -> None:
+    """Write where groups of equal size end: of rows of the first operand, of columns of the second or of what is summed."""
+    a, b, *ends = views
+    total = b.size[-1] if len(a.size) == 3 else a.size[-1] if len(b.size) == 2 else a.size[0]
+    for view in (view for view in ends if len(view.size) == 1 and view.dtype == torch.int32):
+        place = bases[view.storage].as_strided(view.size, view.stride, view.offset)
+        place.copy_(torch.arange(1, len(place) + 1) * total // len(place))
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from fxmem.captured import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
@@ -26,6 +25,7 @@ from fxmem.frozen import frozen_batch_norm
 from fxmem.optimizing import Seen, SteadyOptimizer, steady_state
 from fxmem.regions import op_of
 from fxmem.step import Gradients, TrainingStep, default_loss, gradients_of, run_step
+from fxmem.timing import flops_of
 from fxmem.track import StorageTracker, has_storage, parts_of, tensors_of
 from fxmem.types import Phase, StaticBytes
 from fxmem.views import View
@@ -439,10 +439,7 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
     """Return (FLOPs, bytes moved) of one dispatched op; views do neither."""
     results = [t for t in tree_leaves(output) if has_storage(t)]
     operands = [t for t in tree_leaves((args, kwargs)) if has_storage(t)]
-    flops = 0
-    count = flop_registry.get(func._overloadpacket)
-    if count is not None:
-        flops = int(count(*args, **kwargs, out_val=output))
+    flops = flops_of(func, args, kwargs, output)
     if not func._schema.is_mutable and all(r.untyped_storage()._cdata in _keys(operands) for r in results):
         return flops, 0
     return flops, sum(t.numel() * t.element_size() for t in (*results, *operands))

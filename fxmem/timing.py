@@ -3,6 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+GROUPED_MATMULS = (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
+"""Of mixtures of experts; torch has no formula for them."""
+
+
+def flops_of(op: torch._ops.OpOverload, args: Any, kwargs: Any, output: Any) -> int:
+    """Return the FLOPs of one dispatched op by torch's formulas; 0 for ops that have none, elementwise ones above all."""
+    if op._overloadpacket in GROUPED_MATMULS:
+        return _grouped_flops(args[0], args[1], output)
+    count = flop_registry.get(op._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=output))
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor, output: torch.Tensor) -> int:
+    """Return the FLOPs of matmuls, one for each group; of two matrices each has a part of the inner dimension."""
+    num_parts = output.shape[0] if a.dim() == b.dim() == 2 else 1
+    return 2 * output.numel() * a.shape[-1] // max(1, num_parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ from fxmem.capture import capture
 from fxmem.captured import Inputs
 from fxmem.measure import with_measured_times
 from fxmem.profile import Profiled, profile
-from fxmem.timing import PRESETS
+from fxmem.replay import NodeReplay, SavedInRerun
+from fxmem.timing import PRESETS, flops_of
+from fxmem.views import View
 
 
 @pytest.fixture(autouse=True)
@@ -119,3 +121,56 @@ def test_optimize_measures_unless_told_otherwise(monkeypatch) -> None:
         assert len(measured) == num_times
     with pytest.raises(fxmem.InputError, match="unknown cost 'measured'; known: a100, auto, "):
         fxmem.optimize(model, x, cost="measured")
+
+
+class Experts(nn.Module):
+    """Rows of a batch in four groups, each with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 128, 256))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.weight, offs=ends).tanh()
+
+
+def test_a_grouped_matmul_is_measured_with_groups_that_hold_all_rows(monkeypatch) -> None:
+    x, ends = torch.randn(512, 128), torch.tensor([128, 256, 384, 512], dtype=torch.int32)
+    inputs = Inputs.of((x, ends), {})
+    profiled = profile(capture(Experts(), inputs), inputs, PRESETS["cpu"].seconds)
+    run, outputs = NodeReplay.run, []
+
+    def noting(node: NodeReplay, bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
+        run(node, bases, saved)
+        outputs.extend(t for t in bases.values() if t.numel() == 512 * 256)
+
+    monkeypatch.setattr(NodeReplay, "run", noting)
+    with_measured_times(profiled, cache=False)
+    assert outputs
+    assert all((output != 0.0).all() for output in outputs)
+    assert next(node for node in profiled.profile.nodes if "grouped" in node.op).flops == 2 * 512 * 128 * 256
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "ends"),
+    [((12, 4), (3, 4, 8), [4, 8, 12]), ((3, 5, 4), (4, 12), [4, 8, 12]), ((5, 12), (12, 8), [4, 8, 12])],
+    ids=["rows", "columns", "inner"],
+)
+def test_groups_of_equal_size_end_where_the_last_one_ends_with_all(a, b, ends) -> None:
+    tensors = [torch.randn(a), torch.randn(b), torch.zeros(3, dtype=torch.int32)]
+    views = [View.of(tensor, place) for place, tensor in enumerate(tensors)]
+    bases = {place: tensor.flatten() for place, tensor in enumerate(tensors)}
+    measure._make_groups_equal(views, bases)
+    assert bases[2].tolist() == ends
+    output = torch._grouped_mm(tensors[0], tensors[1], offs=bases[2])
+    multiplied = sum(2 * one.numel() * two.shape[1] for one, two in _groups(tensors[0], tensors[1]))
+    assert flops_of(torch.ops.aten._grouped_mm.default, tensors, {}, output) == multiplied
+
+
+def _groups(a: torch.Tensor, b: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the three pairs of matrices that a grouped matmul of these operands multiplies."""
+    if a.dim() == 3:
+        return list(zip(a, b.chunk(3, 1), strict=True))
+    if b.dim() == 3:
+        return list(zip(a.chunk(3), b, strict=True))
+    return list(zip(a.chunk(3, 1), b.chunk(3), strict=True))

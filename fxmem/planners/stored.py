@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import secrets
 from pathlib import Path
 
 from fxmem import cache
@@ -56,8 +55,4 @@ def key(profile: GraphProfile, planner: str, seconds: float) -> str:
 def _source() -> str:
     """Return a digest of the code that decides what a frontier is."""
     here = Path(__file__).parent
-    files = [*sorted(here.glob("*.py")), here.parent / "simulate.py"]
-    try:
-        return cache.digest(*(path.read_text(encoding="utf-8") for path in files))
-    except OSError:  # no source files, as in a frozen application: nothing stored fits for sure
-        return secrets.token_hex()
+    return cache.digest_of_source(*sorted(here.glob("*.py")), here.parent / "simulate.py")
