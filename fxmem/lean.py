@@ -134,7 +134,7 @@ def notes_of(captured: Captured) -> Iterator[str]:
     wishes = [target.wish for target in targets if isinstance(target, Composite)]
     num_masks = targets.count(byte_dropout) + sum(wish.masks for wish in wishes)
     if num_masks:
-        yield f"dropout masks of {num_masks} calls have one byte an element"
+        yield f"dropout masks of {num_masks} calls have one byte an element; the estimate leaves out what narrowing takes"
     num_indices, num_inputs = sum(wish.indices for wish in wishes), sum(wish.input for wish in wishes)
     if num_indices:
         yield f"max poolings save narrower indices at {num_indices} places"
