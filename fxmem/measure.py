@@ -56,6 +56,7 @@ WAITING_CYCLES = 1_000_000
 
 
 GROUPED = frozenset({torch._grouped_mm, *(op.default for op in GROUPED_MATMULS)})
+"""What takes integers that say where groups end."""
 
 
 class Seconds(NamedTuple):

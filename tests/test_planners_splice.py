@@ -78,6 +78,7 @@ def test_the_area_below_a_staircase_is_that_of_its_steps() -> None:
     points = [FrontierPoint(plan, peak, seconds) for peak, seconds in ((800, 0.0), (400, 2.0), (100, 3.0))]
     assert auto._area(points, points) == pytest.approx(math.log(2) * 2.0 + math.log(4) * 3.0)
     assert auto._area([*points, FrontierPoint(plan, 50, 99.0)], points) == auto._area(points, points)
+    assert auto._area(points[:1], points[:1]) == 0.0
 
 
 @pytest.mark.parametrize("profile", [residual_blocks(12), hourglass(8)], ids=["blocks", "hourglass"])

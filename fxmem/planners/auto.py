@@ -79,17 +79,20 @@ def _polished(
         before = points
         points = improve(profile, points, num_trials=num_trials, clock=clock)
         points = splice(profile, points, num_trials=num_trials, clock=clock)
-        if clock.over or _area(points, before) > (1.0 - TURN_GAIN) * _area(before, before):
+        if clock.over or _area(points, before) >= (1.0 - TURN_GAIN) * _area(before, before):
             break
     return points
 
 
 def _area(points: Sequence[FrontierPoint], span: Sequence[FrontierPoint]) -> float:
     """Return the area below a staircase: seconds, summed over the logarithms of the budgets that ``span`` has."""
-    least, most = math.log(span[-1].peak_bytes), math.log(span[0].peak_bytes)
-    edges = [min(max(math.log(p.peak_bytes), least), most) for p in points]
-    steps = pairwise((most, *edges))
-    return sum(p.recompute_seconds * (upper - lower) for p, (upper, lower) in zip(points, steps, strict=True))
+    least, most = span[-1].peak_bytes, span[0].peak_bytes
+    steps = pairwise((most, *(min(max(p.peak_bytes, least), most) for p in points)))
+    return sum(
+        p.recompute_seconds * math.log(upper / lower)
+        for p, (upper, lower) in zip(points, steps, strict=True)
+        if upper > lower
+    )
 
 
 def _suggested(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> Iterator[Limits]:
