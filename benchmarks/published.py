@@ -487,9 +487,12 @@ HEADERS = (
 )  # fmt: skip
 
 
-def table(results: Sequence[Result]) -> str:
-    """Return the printed table."""
-    return str(tabulate([_cells(r) for r in results], headers=HEADERS, disable_numparse=True))
+def table(results: Sequence[Result], style: str = "simple") -> str:
+    """Return the table in one of tabulate's styles, without columns that are empty throughout."""
+    cells = [_cells(r) for r in results]
+    filled = [k for k in range(len(HEADERS)) if any(row[k] for row in cells)]
+    rows = [[row[k] for k in filled] for row in cells]
+    return str(tabulate(rows, headers=[HEADERS[k] for k in filled], tablefmt=style, disable_numparse=True))
 
 
 def _cells(r: Result) -> tuple[str, ...]:

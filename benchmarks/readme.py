@@ -14,12 +14,11 @@ from benchmarks.frontier import PEERS
 from benchmarks.measure import Row
 from benchmarks.models import MODELS
 from benchmarks.published import PATH as PUBLISHED
-from benchmarks.published import Result, load_results
-from benchmarks.results_file import load_rows
+from benchmarks.published import Result, load_results, table
+from benchmarks.results_file import RESULTS, load_rows
 from benchmarks.ways import NOT_INSTALLABLE
 
 ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
 
 
 def sweep() -> str:
@@ -138,7 +137,7 @@ def comparison_page() -> str:
             "are CPU times over eager's, medians of pairs. A compiled peer's extra time is counted over its own time "
             "without recomputation, since fusion is its merit and recomputation its cost. *lost*: fxmem is slower by more "
             "than the spread of its own pairs, or cannot reach the peak. A negative extra time of fxmem counts as none in "
-            "the shares. Rows were measured at several commits, dates and machines, most of them busy; the "
+            "the shares. Rows were measured at several commits, dates and machines, some of them busy; the "
             "file names each row's commit and, of newer ones, the machine.",
             "",
             "| model | peer | peak MB | its step over eager's | its extra time | fxmem's extra time | of it | | remarks |",
@@ -185,17 +184,6 @@ def published_page() -> str:
     """Return docs/published.md: the papers' tables beside fxmem."""
     machine = json.loads(PUBLISHED.read_text())["machine"]
     overheads, batches = _published()
-    points = [
-        f"| {r.paper} | {r.network} | {r.batch} | {_gb(r.their_eager_gb)} | {_gb(r.our_eager_gb)} | {_gb(r.weights_gb)} | "
-        f"{_gb(r.their_gb)} | {_gb(r.our_gb)} | {_gb(r.floor_gb)} | {_percents(r.their_overhead)} | "
-        f"{_percents(r.our_overhead)} | {_percents(r.least_overhead)} | {r.note} |"
-        for r in overheads
-    ]
-    largest = [
-        f"| {r.network} | {r.their_max_batch} | {r.our_max_batch} | {_gb(r.our_eager_gb)} | {_percents(r.our_overhead)} | "
-        f"{r.note} |"
-        for r in batches
-    ]
     return "\n".join(
         (
             "# fxmem beside the papers' own figures",
@@ -207,21 +195,16 @@ def published_page() -> str:
             "The papers' networks at the papers' batches, the whole step followed allocation by allocation; GB are 10^9 "
             "bytes. *Their overheads were timed on their cards, ours are roofline estimates for the same cards*: sustained "
             "FLOPs and bandwidth, both for the recomputation and for the eager step it is a share of, so kernels far from "
-            "the roofline (depthwise convolutions, say) make ours look larger or smaller than it would be. *weights*: "
-            "parameters and their gradients, which no plan makes smaller. *least*: what, by the same estimate, any choice "
-            "of tensors to recompute costs at our peak (a Lagrangian lower bound): where theirs is below it, they "
+            "the roofline (depthwise convolutions, say) make ours look larger or smaller than it would be. *weights GB*: "
+            "parameters and their gradients, which no plan makes smaller. *least +%*: what, by the same estimate, any "
+            "choice of tensors to recompute costs at our peak (a Lagrangian lower bound): where theirs is below it, they "
             "ran other kernels than eager's, or the estimate is off; no planner could close the rest.",
             "",
-            "| paper | network | batch | their eager GB | our eager GB | weights GB | their GB | our GB | our floor GB | "
-            "their overhead | our overhead | least | remarks |",
-            "|" + "---|" * 13,
-            *points,
+            table(overheads, "github"),
             "",
             "Checkmate's largest batches within 16 GB and one more forward pass:",
             "",
-            "| network | theirs | ours | eager GB at ours | our overhead | remarks |",
-            "|" + "---|" * 6,
-            *largest,
+            table(batches, "github"),
             "",
         )
     )
@@ -231,14 +214,6 @@ def _published() -> tuple[list[Result], list[Result]]:
     """Return the points with an overhead, and those with a largest batch."""
     results = load_results()
     return [r for r in results if r.their_max_batch is None], [r for r in results if r.their_max_batch is not None]
-
-
-def _gb(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _percents(share: float | None) -> str:
-    return "" if share is None else f"{share:+.1%}"
 
 
 def _floors() -> list[str]:

@@ -53,9 +53,7 @@ EVICTING_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """What is written between runs: more than a core's own cache, or a GPU's."""
 WAITING_CYCLES = 1_000_000
 """Of a GPU's clock, about half a millisecond: longer than Python takes to launch an op's kernels."""
-
-
-GROUPED = frozenset({torch._grouped_mm, *(op.default for op in GROUPED_MATMULS)})
+GROUPED = frozenset({torch._grouped_mm, torch._scaled_grouped_mm, *(op.default for op in GROUPED_MATMULS)})
 """What takes integers that say where groups end."""
 
 
@@ -191,7 +189,8 @@ def _measure_all(profiled: Profiled, device: torch.device, *, cache: bool) -> di
 @functools.cache
 def _source() -> str:
     """Return a digest of the code that decides what a time is."""
-    return disk.digest_of_source(Path(__file__))
+    here = Path(__file__)
+    return disk.digest_of_source(here, here.with_name("replay.py"))
 
 
 _remembered: dict[str, dict[str, Seconds | None]] = {}
