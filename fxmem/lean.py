@@ -2,10 +2,11 @@
 
 In: a profiled graph. Out: the captured graph in which dropouts (attentions with one inside too), max poolings and ops
 whose backward does not read their input are exchanged for those of :mod:`fxmem.lean_ops`. A call is taken apart on fakes
-into the ops it consists of, below autocast, so the forms need to be written for ATen's own ops only. An input is left
-unsaved where no other op saves it; all its savers may be such ops. Masks and indices stay what they are on CUDA: masks have
-one byte there, and a pooling that runs again takes no longer than its indices made narrow and wide again, while the CPU
-computes for long. Dropouts in place stay what they are.
+into the ops it consists of, below autocast, so the forms need to be written for ATen's own ops only. These ops then stand
+in the graph one by one, each for a plan to keep or to run again: what becomes of an attention's scores is made anew without
+drawing its mask anew. An input is left unsaved where no other op saves it; all its savers may be such ops. Masks and
+indices stay what they are on CUDA: masks have one byte there, and a pooling that runs again takes no longer than making its
+indices narrow and wide again, while the CPU computes for long. Dropouts in place stay what they are.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C import DispatchKey
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fxmem.autocast import Autocast
-from fxmem.bindings import callable_of
 from fxmem.captured import Captured, with_unused_state
 from fxmem.fake import FakeWorld, made_outside
 from fxmem.lean_ops import (
     BACKWARDS,
     POOL_BACKWARDS,
-    byte_dropout,
+    dropout_mask,
     frozen_convolution,
     index_dtype,
     input_unread,
-    kept_with,
     lean_max_pool,
+    masked_dropout,
     split_dim,
 )
 from fxmem.profile import Profiled
@@ -77,24 +78,6 @@ class Wish:
     """Its input."""
 
 
-class Composite:
-    """A call of ``op`` as the ops it consists of, some of which save less; a target of call_function nodes.
-
-    ``parts`` takes the tensors among the arguments, in order; ``wish``: what they save no longer.
-    """
-
-    def __init__(self, op: torch._ops.OpOverload, parts: fx.GraphModule, wish: Wish) -> None:
-        self.parts, self.wish = parts, wish
-        self.__name__ = self.__qualname__ = f"lean_{op._schema.name.partition('::')[2]}"
-        self.__module__ = __name__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parts.forward(*[value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
-
-    def __str__(self) -> str:
-        return self.__name__
-
-
 def with_lean_saves(
     profiled: Profiled, stays_as_is: Callable[[NodeProfile], bool], least_share: float = LEAST_SHARE
 ) -> Captured:
@@ -108,36 +91,55 @@ def with_lean_saves(
     calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
     free = [not stays_as_is(node) for node in profile.nodes]
     wishes = _masks(profiled, free) | _indices_and_inputs(profiled, calls, free, least_share)
-    known: dict[object, Target | None] = {}
-    targets: dict[fx.Node, Target | None] = {}
+    known: dict[object, fx.Graph | None] = {}
+    leaner: dict[fx.Node, fx.Graph] = {}
     for k, wish in wishes.items():
         node, views = calls[k], dict(profiled.arguments[k])
         call = wish, _call_of(node, views)
         if call not in known:
             known[call] = _leaner(node, views, wish, profiled.devices[0], captured.autocast)
-        targets[node] = known[call]
-    if not any(targets.values()):
+        if (parts := known[call]) is not None:
+            leaner[node] = parts
+    if not leaner:
         return captured
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in captured.graph_module.graph.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-        env[node].target = targets.get(node) or node.target
+        env[node] = graph.node_copy(node, env.__getitem__)
+    for node, parts in leaner.items():
+        _write(parts, env[node])
     graph.lint()
     module = fx.GraphModule(captured.graph_module, graph, class_name="Captured")
     return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
 
 
+def _write(parts: fx.Graph, call: fx.Node) -> None:
+    """Write ``parts`` for ``call``: the last op takes its place and name, the others stand before it."""
+    given = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, fx.Node))
+    inner = {part: next(given) for part in parts.nodes if part.op == "placeholder"}
+    *ops, last = (part for part in parts.nodes if part.op == "call_function")
+    for part in ops:
+        args, kwargs = fx.map_arg((part.args, part.kwargs), inner.__getitem__)
+        with call.graph.inserting_before(call):
+            name = f"{call.name}_{part.name}"
+            inner[part] = call.graph.create_node("call_function", part.target, args, kwargs, name)
+        inner[part].meta = call.meta | {"val": part.meta["val"]}
+    call.target = last.target
+    call.args, call.kwargs = fx.map_arg((last.args, last.kwargs), inner.__getitem__)
+
+
 def notes_of(captured: Captured) -> Iterator[str]:
     """Say how many calls save less than autograd's own."""
-    targets = [op_of(node.target) for node in captured.graph_module.graph.nodes]
-    wishes = [target.wish for target in targets if isinstance(target, Composite)]
-    num_masks = targets.count(byte_dropout) + sum(wish.masks for wish in wishes)
+    calls = [(op_of(node.target), node.args) for node in captured.graph_module.graph.nodes]
+    poolings = [args[1:3] for op, args in calls if op is lean_max_pool]
+    num_masks = sum(op is masked_dropout for op, _ in calls)
     if num_masks:
         yield f"dropout masks of {num_masks} calls have one byte an element; the estimate leaves out what narrowing takes"
-    num_indices, num_inputs = sum(wish.indices for wish in wishes), sum(wish.input for wish in wishes)
+    num_indices = sum(bool(narrows) for _, narrows in poolings)
     if num_indices:
         yield f"max poolings save narrower indices at {num_indices} places"
+    num_inputs = sum(op in (input_unread, frozen_convolution) for op, _ in calls)
+    num_inputs += sum(not saves_input for saves_input, _ in poolings)
     if num_inputs:
         yield f"inputs that no backward reads are not saved by {num_inputs} calls"
 
@@ -224,29 +226,46 @@ def _call_of(node: fx.Node, views: dict[int, View]) -> object:
 
 def _leaner(
     node: fx.Node, views: dict[int, View], wish: Wish, device: torch.device, autocast: Autocast | None
-) -> Target | None:
-    """Return what does the same as ``node`` and saves what is wished less; None where that is no other.
+) -> fx.Graph | None:
+    """Return ops that do the same as ``node`` and save what is wished less; None where they are no others.
 
+    Out: the graph of a function of the tensors among the call's arguments, in order, that returns one tensor.
     ``views``: geometry of its tensor arguments, by place.
     """
-    op, region = op_of(node.target), region_of(node.target)
-    if not isinstance(op, torch._ops.OpOverload):
+    region = region_of(node.target)
+    if not isinstance(op_of(node.target), torch._ops.OpOverload):
         return None
     device_type = region.autocasts[-1][0] if region.autocasts else autocast.device_type if autocast else None
     if device_type is not None and any(view.storage < 0 and view.requires_grad for view in views.values()):
         return None  # autocast casts a leaf once for all its uses, so their gradients add up before they are cast back
-    parts = _parts(node, views, device, autocast)
-    if parts is None or not _exchanged(parts, wish):
+    graph = _parts(node, views, device, autocast)
+    if graph is None or not _exchanged(graph, wish):
         return None
-    target = byte_dropout if op is aten.dropout.default else Composite(op, parts, wish)
-    if device_type is not None:  # the parts were seen below autocast
+    *parts, output = graph.nodes
+    if output.args[0] is not parts[-1] or any(part.op not in ("placeholder", "call_function") for part in parts):
+        return None
+    for part in parts:
+        if part.op == "call_function":
+            part.target = _in_region(part.target, region, device_type)
+    return graph
+
+
+def _in_region(target: Target, region: Region, device_type: str | None) -> Target:
+    """Return ``target`` in ``region``, but below autocast, if that is on for ``device_type``: so it was seen."""
+    if device_type is not None and _is_cast(target, device_type):
         region = replace(region, autocasts=(*region.autocasts, (device_type, None, False, None)))
     return target if region == Region() else Scoped(target, region)
 
 
-def _parts(
-    node: fx.Node, views: dict[int, View], device: torch.device, autocast: Autocast | None
-) -> fx.GraphModule | None:
+def _is_cast(target: Target, device_type: str) -> bool:
+    """Tell if autocast may change what ``target`` does."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    keys = (getattr(DispatchKey, f"Autocast{device_type.upper()}"), DispatchKey.CompositeImplicitAutograd)
+    return any(target.has_kernel_for_dispatch_key(key) for key in keys)
+
+
+def _parts(node: fx.Node, views: dict[int, View], device: torch.device, autocast: Autocast | None) -> fx.Graph | None:
     """Return the few ops that ``node`` consists of; None where they are many, or not to be seen."""
     leaves, spec = tree_flatten((node.args, node.kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
@@ -264,11 +283,10 @@ def _parts(
 
     try:
         with autocast.enter() if autocast else nullcontext(), region_of(node.target).enter(), torch.enable_grad():
-            parts = make_fx(call)(*fakes)
+            graph = make_fx(call)(*fakes).graph
     except Exception:  # an op may refuse to be traced in any way; then it stays what it is
         return None
-    *_, output = parts.graph.nodes
-    return parts if len(parts.graph.nodes) <= MOST_PARTS and isinstance(output.args[0], fx.Node) else None
+    return graph if len(graph.nodes) <= MOST_PARTS else None
 
 
 def _fake(view: View, device: torch.device) -> torch.Tensor:
@@ -276,23 +294,18 @@ def _fake(view: View, device: torch.device) -> torch.Tensor:
     return made_outside(fake) if view.requires_grad else fake
 
 
-def _exchanged(parts: fx.GraphModule, wish: Wish) -> bool:
-    """Write the forms that save less into ``parts``; tell if there are any."""
-    found = False
-    for node in list(parts.graph.nodes):
-        exchanged = _exchange_dropout(node) if wish.masks else _exchange_pool_or_input(node, wish)
-        found = found or exchanged
-    if found:
-        _join_matmuls(parts.graph)
-        parts.graph.eliminate_dead_code()  # what a trace notes for autograd
-    for node in parts.graph.nodes:
-        node.target = callable_of(node) if node.op == "call_function" else node.target
-    parts.recompile()
-    return found
+def _exchanged(graph: fx.Graph, wish: Wish) -> bool:
+    """Write the forms that save less into ``graph``; tell if there are any."""
+    exchange = _exchange_dropout if wish.masks else lambda node: _exchange_pool_or_input(node, wish)
+    found = [exchange(node) for node in list(graph.nodes)]
+    if any(found):
+        _join_matmuls(graph)
+        graph.eliminate_dead_code()  # what a trace notes for autograd
+    return any(found)
 
 
 def _join_matmuls(graph: fx.Graph) -> None:
-    """Write ``torch.matmul`` for the ops that it consists of: it runs the same ones, in C++."""
+    """Write ``matmul`` for the ops that it consists of: it runs the same ones, in C++."""
     nodes = list(graph.nodes)
     for k, product in enumerate(nodes):
         if product.target is not aten.bmm.default:
@@ -306,7 +319,7 @@ def _join_matmuls(graph: fx.Graph) -> None:
         found = nodes[start : start + len(pattern)]
         if _is_same(pattern, found, dict(zip(traced, inputs, strict=False))):
             *others, last = found
-            _exchange(last, torch.matmul, tuple(inputs), *reversed(others))
+            _exchange(last, aten.matmul.default, tuple(inputs), *reversed(others))
 
 
 def _expanded(operand: Any) -> fx.Node | None:
@@ -361,8 +374,12 @@ def _exchange_dropout(product: fx.Node) -> bool:
         return False
     *_, noise = product.args
     assert isinstance(noise, fx.Node)
+    x, probability = dropped
     draw = noise.all_input_nodes[0]
-    return _exchange(product, kept_with, dropped, noise, draw, *draw.all_input_nodes)
+    with product.graph.inserting_before(product):
+        mask = product.graph.create_node("call_function", dropout_mask, dropped, name="mask")
+    mask.meta = {"val": x.meta["val"].to(torch.int8)}
+    return _exchange(product, masked_dropout, (x, mask, probability), noise, draw, *draw.all_input_nodes)
 
 
 _OPS_OF_A_DROPOUT = (

@@ -29,22 +29,21 @@ Overload = torch._ops.OpOverload
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, probability: float) -> torch.Tensor:
-        drawn = torch.empty_like(x, dtype=torch.int8).bernoulli_(probability)  # the CPU widens int8 faster than bool
-        ctx.save_for_backward(drawn)
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+        ctx.save_for_backward(mask)
         ctx.probability = probability
-        return _product(drawn, probability, x, in_place=True)
+        return _product(mask, probability, x, in_place=True)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (drawn,) = ctx.saved_tensors
+        (mask,) = ctx.saved_tensors
         in_place = not (torch.is_grad_enabled() or in_batched_backward())
-        return _product(drawn, ctx.probability, grad, in_place=in_place), None
+        return _product(mask, ctx.probability, grad, in_place=in_place), None, None
 
 
-def _product(drawn: torch.Tensor, probability: float, x: torch.Tensor, *, in_place: bool) -> torch.Tensor:
-    """Return ``x * (drawn / probability)``, in one pass over both where they lie alike."""
-    ones = drawn.to(x.dtype)
+def _product(mask: torch.Tensor, probability: float, x: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+    """Return ``x * (mask / probability)``, in one pass over both where they lie alike."""
+    ones = mask.to(x.dtype)
     quotient = _quotient(probability, x.dtype)
     if not (in_place and math.isfinite(quotient) and _laid_out_alike(ones, x)):
         return x * ones.div_(probability)
@@ -68,14 +67,14 @@ def _laid_out_alike(dense: torch.Tensor, other: torch.Tensor) -> bool:
     return falling and 1 not in dense.shape and dense.shape == other.shape
 
 
-def kept_with(x: torch.Tensor, probability: float) -> torch.Tensor:
-    """Return ``x`` with each element zero or, with this probability, divided by it; the mask saved has bytes."""
-    return cast(torch.Tensor, _Dropout.apply(x, probability))  # type: ignore[no-untyped-call]
+def dropout_mask(x: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return one byte for each element of ``x``: 1 with this probability, else 0."""
+    return torch.empty_like(x, dtype=torch.int8).bernoulli_(probability)  # the CPU widens int8 faster than bool
 
 
-def byte_dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Return what ``aten.dropout`` returns for these arguments, 0 < p < 1 and ``train`` true; the mask saved has bytes."""
-    return kept_with(input, 1 - p)
+def masked_dropout(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return ``x`` with each element zero or, where ``mask`` has a 1, divided by ``probability``; the mask is saved."""
+    return cast(torch.Tensor, _Dropout.apply(x, mask, probability))  # type: ignore[no-untyped-call]
 
 
 # -- inputs of which only the geometry is looked at --------------------------------------------------------------------

@@ -5,11 +5,11 @@ recorded geometry, each op and geometry once, warm, median of a few runs, with c
 recomputes was last touched long ago. No plan runs a backward again, so one is measured for each op only, on the geometry
 that weighs most; on others it takes as many times their forward. What is not measured (ops that never run again, what
 has no room in the time or the memory, what fails on made-up values) has its roofline time scaled by the median of
-measured over roofline, of its op if any was measured. On CPU a recipe costs :data:`TAPE_SECONDS` more: there the tape's
-own Python adds to the step, while a GPU works on meanwhile. Times, and what was not to be measured, are remembered and
-kept on disk by device, torch version, op and geometry (:mod:`fxmem.cache`), so that a second call plans with the same
-ones. ``FXMEM_MEASURE=0`` in the environment keeps ``cost="auto"`` from measuring. Not modelled: the values in tensors,
-which few kernels' times depend on, but for the sizes of groups in grouped matmuls: there all are equal.
+measured over roofline, of its op if any was measured. On CPU a recipe costs :data:`TAPE_SECONDS` more, or half of it:
+there the tape's own Python adds to the step, while a GPU works on meanwhile. Times, and what was not to be measured, are
+remembered and kept on disk by device, torch version, op and geometry (:mod:`fxmem.cache`), so that a second call plans with
+the same ones. ``FXMEM_MEASURE=0`` in the environment keeps ``cost="auto"`` from measuring. Not modelled: the values in
+tensors, which few kernels' times depend on, but for the sizes of groups in grouped matmuls: there all are equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxmem.profile import NodeTimer, Profiled
 from fxmem.regions import Scoped, op_of
 from fxmem.replay import NodeReplay, SavedInRerun, leaves_of
 from fxmem.timing import GROUPED_MATMULS
-from fxmem.types import GraphProfile, NodeProfile
+from fxmem.types import GraphProfile, NodeProfile, Recipe
 from fxmem.views import View
 
 KIND = "times"
@@ -48,7 +48,8 @@ MOST_SHARE = 0.5
 """Of the free memory that one op's tensors may take."""
 TAPE_SECONDS = 150e-6
 """Of the tape's Python for one recipe on CPU, with caches that kernels have used meanwhile: about 50 us for each node that
-runs under hooks in forward, two of them for a recipe, and 50 us to unpack and set up the re-run."""
+runs under hooks in forward, two of them for a recipe, and 50 us to unpack and set up the re-run. A recipe whose products
+nobody saves needs no hooks, and takes half as long."""
 EVICTING_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """What is written between runs: more than a core's own cache, or a GPU's."""
 WAITING_CYCLES = 1_000_000
@@ -103,7 +104,7 @@ def with_times_like(
     usual = 2 * sum(timer(node.flops, node.moved_bytes) for node in other.nodes)
     backward_seconds = graph.backward_seconds * (other.backward_seconds / usual if usual else 1.0)
     forward = [seconds(node) if node.index in counterparts else node.seconds for node in graph.nodes]
-    return _timed(profiled, forward, backward_seconds, _tape_seconds(other))
+    return _timed(profiled, forward, backward_seconds, taped=_is_taped(other))
 
 
 def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
@@ -116,22 +117,30 @@ def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
         own = seconds.backward
         backward_seconds += backward_share(node.op) * seconds.forward if own is None else own
     on_cpu = all(device.type == "cpu" for device in profiled.devices)
-    return _timed(profiled, forward, backward_seconds, TAPE_SECONDS if on_cpu else 0.0)
+    return _timed(profiled, forward, backward_seconds, taped=on_cpu)
 
 
-def _timed(profiled: Profiled, forward: list[float], backward_seconds: float, tape_seconds: float) -> Profiled:
+def _timed(profiled: Profiled, forward: list[float], backward_seconds: float, *, taped: bool) -> Profiled:
+    """``taped``: whether the tape's own Python adds to the step."""
     graph = profiled.profile
     nodes = tuple(dataclasses.replace(n, seconds=s) for n, s in zip(graph.nodes, forward, strict=True))
     recipes = tuple(
-        dataclasses.replace(r, seconds=tape_seconds + sum(nodes[k].seconds for k in r.nodes)) for r in graph.recipes
+        dataclasses.replace(r, seconds=taped * _tape_seconds(graph, r) + sum(nodes[k].seconds for k in r.nodes))
+        for r in graph.recipes
     )
     timed = dataclasses.replace(graph, nodes=nodes, recipes=recipes, backward_seconds=backward_seconds)
     return dataclasses.replace(profiled, profile=timed)
 
 
-def _tape_seconds(graph: GraphProfile) -> float:
-    """Return what every recipe costs beside its nodes."""
-    return min((r.seconds - sum(graph.nodes[k].seconds for k in r.nodes) for r in graph.recipes), default=0.0)
+def _tape_seconds(graph: GraphProfile, recipe: Recipe) -> float:
+    """Return what ``recipe`` costs beside its nodes."""
+    is_saved = any(graph.storages[s].num_saves for s in recipe.products)
+    return TAPE_SECONDS if is_saved else TAPE_SECONDS / 2
+
+
+def _is_taped(graph: GraphProfile) -> bool:
+    """Tell if recipes cost more than their nodes."""
+    return any(r.seconds > sum(graph.nodes[k].seconds for k in r.nodes) for r in graph.recipes)
 
 
 def _scales(nodes: tuple[NodeProfile, ...], measured: dict[int, Seconds]) -> Callable[[str], float]:

@@ -21,6 +21,7 @@ from fxmem.bindings import callable_of
 from fxmem.captured import Captured, Inputs, count_of_batches, source_of
 from fxmem.errors import PlanMismatchError
 from fxmem.fake import FakeWorld
+from fxmem.lean_ops import masked_dropout
 from fxmem.observe import STATISTICS, NodeObservation, Observation, observe
 from fxmem.optimizing import Seen, clears_all
 from fxmem.overwriting import ELEMENTWISE
@@ -412,8 +413,8 @@ class _Builder:
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_UNTAGGED = frozenset({torch.ops.aten.hardswish.default, torch.ops.aten.hardswish_.default})
-"""Elementwise ops that ATen has not tagged as pointwise."""
+_UNTAGGED = frozenset({torch.ops.aten.hardswish.default, torch.ops.aten.hardswish_.default, masked_dropout})
+"""Elementwise ops that nobody has tagged as pointwise."""
 
 
 def _is_elementwise(op: object) -> bool:
@@ -421,7 +422,7 @@ def _is_elementwise(op: object) -> bool:
     if isinstance(op, torch._ops.OpOverload):
         own = op.namespace == "aten" and not op.has_kernel_for_dispatch_key(_COMPOSITE)
         return own and (torch.Tag.pointwise in op.tags or op in _UNTAGGED)
-    return op in ELEMENTWISE
+    return op in ELEMENTWISE or op in _UNTAGGED
 
 
 def _casting_once(replay: Replay) -> Replay:

@@ -55,9 +55,12 @@ def _viewed(output: torch.Tensor, args: Any) -> torch.Tensor:
 
 
 def _computed(output: torch.Tensor, args: Any) -> torch.Tensor:
-    """As :func:`_viewed`, of an op on two operands, tensors or numbers."""
+    """As :func:`_viewed`, of an op on two operands, tensors or numbers; expanded ones of low precision are laid out anew
+    by code that computes in a higher one."""
     operands = [t for t in args[:2] if isinstance(t, torch.Tensor)]
-    if 1 not in output.shape or any(t.layout is not torch.strided for t in (output, *operands)):
+    if any(t.layout is not torch.strided for t in (output, *operands)):
+        return output
+    if 1 not in output.shape and all(0 not in t.stride() for t in operands):
         return output
     alike = [t for t in operands if t.shape == output.shape and t.is_contiguous()]
     if len(alike) == 2:  # a shortcut that meta tensors do not take

@@ -52,15 +52,19 @@ def test_views_with_dimensions_of_one_element() -> None:
 
 
 @pytest.mark.parametrize("op", [torch.add, torch.sub, torch.mul, torch.div])
-def test_ops_on_two_operands_with_dimensions_of_one_element(op: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ops_on_two_operands_with_expanded_dimensions_and_of_one_element(
+    op: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
     draw = random.Random(0)
     for _ in range(200):
         sizes = any_sizes(draw)
-        x, y = (draw.choice(list(lying(sizes))) for _ in range(2))
+        x, y = (draw.choice(list(lying(sizes))).to(dtype) for _ in range(2))
         few = y.narrow(draw.randrange(len(sizes)), 0, 1)
-        for other in (y, few):
-            real, fake = both(op, x, other)
-            assert (real.shape, real.stride()) == (fake.shape, fake.stride()), (x.stride(), other.stride())
+        spread = torch.ones((), dtype=dtype).expand(sizes)
+        for pair in ((x, y), (x, few), (few.expand(sizes), x), (spread, x), (x, spread)):
+            real, fake = both(op, *pair)
+            assert (real.shape, real.stride()) == (fake.shape, fake.stride()), [t.stride() for t in pair]
         real, fake = both(lambda t: op(t, 2.0), x)
         assert real.stride() == fake.stride()
 
