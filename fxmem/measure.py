@@ -104,7 +104,7 @@ def with_times_like(
     usual = 2 * sum(timer(node.flops, node.moved_bytes) for node in other.nodes)
     backward_seconds = graph.backward_seconds * (other.backward_seconds / usual if usual else 1.0)
     forward = [seconds(node) if node.index in counterparts else node.seconds for node in graph.nodes]
-    return _timed(profiled, forward, backward_seconds, taped=_is_taped(other))
+    return _timed(profiled, forward, backward_seconds, _tape_seconds(other))
 
 
 def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
@@ -117,30 +117,37 @@ def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
         own = seconds.backward
         backward_seconds += backward_share(node.op) * seconds.forward if own is None else own
     on_cpu = all(device.type == "cpu" for device in profiled.devices)
-    return _timed(profiled, forward, backward_seconds, taped=on_cpu)
+    tape_seconds = {True: TAPE_SECONDS, False: TAPE_SECONDS / 2} if on_cpu else {}
+    return _timed(profiled, forward, backward_seconds, tape_seconds)
 
 
-def _timed(profiled: Profiled, forward: list[float], backward_seconds: float, *, taped: bool) -> Profiled:
-    """``taped``: whether the tape's own Python adds to the step."""
+def _timed(
+    profiled: Profiled, forward: list[float], backward_seconds: float, tape_seconds: Mapping[bool, float]
+) -> Profiled:
+    """``tape_seconds``: of a recipe, by whether what it makes is saved; 0 where it does not say."""
     graph = profiled.profile
     nodes = tuple(dataclasses.replace(n, seconds=s) for n, s in zip(graph.nodes, forward, strict=True))
     recipes = tuple(
-        dataclasses.replace(r, seconds=taped * _tape_seconds(graph, r) + sum(nodes[k].seconds for k in r.nodes))
+        dataclasses.replace(
+            r, seconds=tape_seconds.get(_is_saved(graph, r), 0.0) + sum(nodes[k].seconds for k in r.nodes)
+        )
         for r in graph.recipes
     )
     timed = dataclasses.replace(graph, nodes=nodes, recipes=recipes, backward_seconds=backward_seconds)
     return dataclasses.replace(profiled, profile=timed)
 
 
-def _tape_seconds(graph: GraphProfile, recipe: Recipe) -> float:
-    """Return what ``recipe`` costs beside its nodes."""
-    is_saved = any(graph.storages[s].num_saves for s in recipe.products)
-    return TAPE_SECONDS if is_saved else TAPE_SECONDS / 2
+def _tape_seconds(graph: GraphProfile) -> dict[bool, float]:
+    """Return what every recipe costs beside its nodes, by whether what it makes is saved."""
+    seconds: dict[bool, float] = {}
+    for r in graph.recipes:
+        is_saved, beside = _is_saved(graph, r), r.seconds - sum(graph.nodes[k].seconds for k in r.nodes)
+        seconds[is_saved] = min(beside, seconds.get(is_saved, beside))
+    return seconds
 
 
-def _is_taped(graph: GraphProfile) -> bool:
-    """Tell if recipes cost more than their nodes."""
-    return any(r.seconds > sum(graph.nodes[k].seconds for k in r.nodes) for r in graph.recipes)
+def _is_saved(graph: GraphProfile, recipe: Recipe) -> bool:
+    return any(graph.storages[s].num_saves for s in recipe.products)
 
 
 def _scales(nodes: tuple[NodeProfile, ...], measured: dict[int, Seconds]) -> Callable[[str], float]:
