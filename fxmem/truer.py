@@ -169,6 +169,18 @@ def _backend(*args: Any) -> str:
     return "MkldnnTranspose" if name == "???" else name  # the one that torch gives no name
 
 
+def _padded(output: torch.Tensor, args: Any) -> torch.Tensor:
+    if args[0].device.type != "cpu":
+        return output
+    return _laid_out(output, output, last=_is_last(args[0]))
+
+
+def _padding_backward(output: torch.Tensor, args: Any) -> torch.Tensor:
+    if args[0].device.type != "cpu":
+        return output
+    return _laid_out(output, output, last=_is_last(args[1]))
+
+
 def _embedded_bags(output: Any, args: Any) -> Any:
     """What offsets and sizes are saved on the CPU may have room for one element more."""
     if args[0].device.type != "cpu":
@@ -193,6 +205,12 @@ _TRUER: dict[Any, Callable[[Any, Any], Any]] = {
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
+    aten.reflection_pad3d.default: _padded,
+    aten.replication_pad3d.default: _padded,
+    aten.reflection_pad2d_backward.default: _padding_backward,
+    aten.replication_pad2d_backward.default: _padding_backward,
+    aten.reflection_pad3d_backward.default: _padding_backward,
+    aten.replication_pad3d_backward.default: _padding_backward,
     aten.binary_cross_entropy.default: _reduced_in_place_on_cpu,
     aten.soft_margin_loss.default: _reduced_in_place_on_cpu,
     aten.mse_loss.default: _reduced_in_place,

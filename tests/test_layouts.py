@@ -94,6 +94,21 @@ def test_norms_and_their_gradients(norm: str, sizes: tuple[int, ...]) -> None:
         assert real == fake, x.stride()
 
 
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 4), (2, 3, 5, 4, 6)])
+def test_paddings_and_their_gradients(mode: str, sizes: tuple[int, ...]) -> None:
+    def run(x: Tensor) -> list[tuple[int, ...]]:
+        x = x.detach().requires_grad_()
+        y = F.pad(x, (1, 2) * (len(sizes) - 2), mode=mode)
+        gradients = [torch.autograd.grad(y, x, grad, retain_graph=True)[0] for grad in (y, y.contiguous())]
+        return [t.stride() for t in (y, *gradients)]
+
+    channels_last = torch.channels_last if len(sizes) == 4 else torch.channels_last_3d
+    for memory_format in (torch.contiguous_format, channels_last):
+        real, fake = both(run, torch.randn(sizes).contiguous(memory_format=memory_format))
+        assert real == fake, memory_format
+
+
 # -- kernels that lay out otherwise than their fakes -------------------------------------------------------------------
 
 
