@@ -9,7 +9,7 @@ import pytest
 
 from fxmem.planners import auto
 from fxmem.planners.frontier import Clock, Front, live, pareto
-from fxmem.planners.splice import splice
+from fxmem.planners.splice import _pairs, splice
 from fxmem.simulate import Run, drop_all, keep_all, simulate, tables_of
 from fxmem.types import FrontierPoint, GraphProfile, Plan
 from tests.synthetic import hourglass, random_dag, random_limits, residual_blocks
@@ -29,6 +29,14 @@ def test_splicing_finds_plans_between_keeping_and_dropping_everything(profile: G
         assert judged(profile, point.plan) == point
     least = [p.recompute_seconds for p in found if p.peak_bytes <= points[-1].peak_bytes]
     assert min(least) < 0.9 * points[-1].recompute_seconds
+
+
+def test_a_narrow_last_step_matters() -> None:
+    front = Front()
+    for peak_bytes, seconds in ((1_100_000, 0.95), (1_001_000, 1.0), (1_000_000, 5.0)):
+        front.add(peak_bytes, seconds, (peak_bytes,))
+    cheap, dear = _pairs(front)[0]
+    assert (cheap, dear) == ((1_001_000,), (1_000_000,))
 
 
 def test_splicing_tries_no_more_than_it_may() -> None:

@@ -20,6 +20,9 @@ from fxmem.types import FrontierPoint, GraphProfile, Plan
 
 NUM_LEVELS = 5
 """Stretches are halved so often."""
+LEAST_WIDTH = 0.003
+"""A step of the staircase counts as at least so wide, as a logarithm of bytes: who asks for the least peak pays for the
+last step, however narrow it is."""
 RISES = (1.0, 1.03, 1.1, 1.3)
 """Cheap plans tried with a dear one: those next above so many times its peak."""
 
@@ -51,7 +54,7 @@ def _pairs(front: Front) -> list[tuple[Limits, Limits]]:
     """Return pairs of a cheap plan and a dear one, by the corner of the staircase between them, largest first."""
     ranked = []
     for number, (dear, above) in enumerate(pairwise(front.rows)):
-        size = math.log(above[0] / dear[0]) * (dear[1] - above[1])
+        size = max(LEAST_WIDTH, math.log(above[0] / dear[0])) * (dear[1] - above[1])
         for k, rise in enumerate(RISES):
             place = bisect_left(front.rows, (rise * dear[0],), lo=number + 1)
             cheap = front.rows[place] if place < len(front.rows) else above
