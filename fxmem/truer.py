@@ -7,7 +7,7 @@ In: an op, its arguments, and what its fake returned. Out: a fake with the bytes
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -169,16 +169,13 @@ def _backend(*args: Any) -> str:
     return "MkldnnTranspose" if name == "???" else name  # the one that torch gives no name
 
 
-def _padded(output: torch.Tensor, args: Any) -> torch.Tensor:
-    if args[0].device.type != "cpu":
-        return output
-    return _laid_out(output, output, last=_is_last(args[0]))
+def _padded(output: torch.Tensor, args: Any, place: int = 0) -> torch.Tensor:
+    """On the CPU, channels are last in what is made if they are in the argument at ``place``."""
+    given = args[place]
+    return _laid_out(output, output, last=_is_last(given)) if given.device.type == "cpu" else output
 
 
-def _padding_backward(output: torch.Tensor, args: Any) -> torch.Tensor:
-    if args[0].device.type != "cpu":
-        return output
-    return _laid_out(output, output, last=_is_last(args[1]))
+_padding_backward = partial(_padded, place=1)
 
 
 def _embedded_bags(output: Any, args: Any) -> Any:
