@@ -6,12 +6,10 @@ training-mode calls with grad enabled run an emitted graph, all others the origi
 
 from __future__ import annotations
 
-import gc
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from inspect import Parameter, signature
 from types import MethodType
 from typing import Any, cast
@@ -21,27 +19,19 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxmem.autocast import Autocast
-from fxmem.batch import largest_batch, resized, varying_dims, without_values
 from fxmem.budget import parse_budget
-from fxmem.capture import as_in_training, capture, fitting
-from fxmem.captured import Captured, Dims, Inputs
-from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError, NotPlannedError
+from fxmem.captured import Inputs
+from fxmem.errors import InputError, NotPlannedError
 from fxmem.measure import may_measure
-from fxmem.parts import capture_or_advise
-from fxmem.pipeline import Compiled, Settings, compile_model, least_peak_bytes, profile_model
+from fxmem.pipeline import Compiled, Settings
 from fxmem.planners import PLANNERS
+from fxmem.plans import Plans
 from fxmem.policy import Rule, check_policy
 from fxmem.report import Report
-from fxmem.signature import REGISTRIES, ModelStates, arguments_of, constants_of
-from fxmem.sizes import Planned
+from fxmem.signature import REGISTRIES
 from fxmem.step import OptimizerLike, TrainingStep, check_step, without_state
-from fxmem.switches import present
 from fxmem.timing import COSTS, preset_of
 from fxmem.types import Plan
-
-MANY_WAYS = MANY_STATES = MANY_CONSTANTS = 8
-"""Of one signature, by the values of inputs, of a model, by its attributes, or of its arguments that are no tensors: here
-the user hears that planning each takes time."""
 
 
 def optimize(
@@ -112,18 +102,6 @@ def optimize(
     return optimized
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Signatures that differ in sizes only."""
-
-    captured: Captured
-    """The graph of the latest."""
-    example: Inputs
-    """Its arguments, without values."""
-    planned: list[Planned]
-    """Sizes that were planned for."""
-
-
 class _Forward:
     """A method whose instances have the signature of their original's ``forward``, by which trainers choose columns."""
 
@@ -160,11 +138,7 @@ class OptimizedModule(torch.nn.Module):
         {
             "original",
             "_settings",
-            "_states",
-            "_compiled",
-            "_constants",
-            "_families",
-            "_latest",
+            "_plans",
             "_compiled_call_impl",
             "_fxmem_forward",
             "forward",
@@ -177,11 +151,7 @@ class OptimizedModule(torch.nn.Module):
         own = self.__dict__
         own["original"] = original
         own["_settings"] = settings
-        own["_states"] = ModelStates(original)
-        own["_compiled"] = {}
-        own["_constants"] = set()
-        own["_families"] = {}
-        own["_latest"] = None
+        own["_plans"] = Plans(original, settings)
         own["_fxmem_forward"] = None
         self._share()
 
@@ -193,137 +163,21 @@ class OptimizedModule(torch.nn.Module):
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def compile_for(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
-        """Return what is compiled for the signature of ``inputs``, compiling it on first sight.
-
-        A model that looks at its inputs' values has one of these for each way it took.
-        """
-        signature = self._signature(inputs, autocast)
-        ways: list[Compiled] = self._compiled.setdefault(signature, [])
-        compiled = _serving(ways, inputs)
+        """Return what is compiled for the signature of ``inputs``, compiling it on first sight."""
+        plans: Plans = self._plans
+        compiled = plans.find(inputs, autocast)
         if compiled is None:
-            compiled = self._compile_new(inputs, autocast, signature, ways)
-        self.__dict__["_latest"] = compiled
+            _check_alone(self.original)
+            compiled = plans.make(inputs, autocast)
         return compiled
-
-    def _compile_new(
-        self, inputs: Inputs, autocast: Autocast | None, signature: tuple[Any, ...], ways: list[Compiled]
-    ) -> Compiled:
-        """Compile what ``ways``, those known of this signature, do not serve."""
-        with as_in_training(), _collected_afterwards():
-            compiled = _serving(ways, inputs)
-            if compiled is not None:  # another thread was faster
-                return compiled
-            self._forget_replaced()
-            compiled = self._compile(inputs, autocast)
-            ways.append(compiled)
-            after = self._signature(inputs, autocast)
-            if after != signature:  # a first forward may leave something in the model's configs that later ones find
-                self._compiled.setdefault(after, []).append(compiled)
-        self._warn_of_many(inputs, ways)
-        return compiled
-
-    def _forget_replaced(self) -> None:
-        """Let go of what is compiled for parameters that the model has no longer: nothing else may hold them."""
-        present_ids = set(map(id, self.original.parameters()))
-
-        def holds(captured: Captured) -> bool:
-            return all(id(parameter) in present_ids for parameter in captured.parameters)
-
-        for ways in self._compiled.values():
-            ways[:] = [compiled for compiled in ways if holds(compiled.captured)]
-        for key in [key for key, family in self._families.items() if not holds(family.captured)]:
-            del self._families[key]
-
-    def _warn_of_many(self, inputs: Inputs, ways: list[Compiled]) -> None:
-        """Warn where what is planned for anew again and again could be told apart by tensors."""
-        name = type(self.original).__name__
-        if len(ways) == 1 and self._states.count == MANY_STATES:
-            warnings.warn(
-                f"{name} was called with its attributes in {MANY_STATES} different states (the values of a counter or of a "
-                "schedule, perhaps); each is captured and planned anew. Keep counters out of the model, and what changes "
-                "from step to step in a buffer or an argument that is a tensor.",
-                stacklevel=5,
-            )
-        constants = constants_of(inputs)
-        if constants not in self._constants:
-            self._constants.add(constants)
-            if len(self._constants) == MANY_CONSTANTS:
-                warnings.warn(
-                    f"{name} was called with {MANY_CONSTANTS} different values of arguments that are no tensors; each is "
-                    "captured and planned anew. Pass what changes from step to step as a tensor.",
-                    stacklevel=5,
-                )
-        if len(ways) == MANY_WAYS:
-            warnings.warn(
-                f"{name} looks at values of its inputs and took {MANY_WAYS} different ways for calls of one signature; "
-                "each is planned anew. Move what looks at values out of the model.",
-                stacklevel=5,
-            )
-
-    def _signature(self, inputs: Inputs, autocast: Autocast | None, *, with_sizes: bool = True) -> tuple[Any, ...]:
-        """Return what a plan depends on; without ``with_sizes``, what a graph with symbolic dimensions does."""
-        dtypes = torch.get_default_dtype(), torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
-        state = self._states.number(), self._states.among(inputs.tensors)
-        return (arguments_of(inputs, with_sizes=with_sizes), autocast, dtypes, present(), *state)
-
-    def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
-        """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
-        _check_alone(self.original)
-        key = self._signature(inputs, autocast, with_sizes=False)
-        family: _Family | None = self._families.get(key)
-        captured: Captured | None = None
-        if family is not None:
-            captured = family.captured
-            dims = varying_dims(family.example, inputs)
-            if not dims <= captured.dynamic:
-                captured = _captured_dynamic(self.original, inputs, autocast, dims | captured.dynamic)
-            elif not (captured.serves(inputs) and captured.fits(inputs)):
-                captured = None
-        if captured is None:
-            captured = capture_or_advise(self.original, inputs, autocast)
-        planned = family.planned if family is not None else []
-        self._families[key] = _Family(captured, without_values(inputs), planned)
-        try:
-            compiled = compile_model(self.original, inputs, self._settings, autocast, captured, planned)
-        except InfeasibleBudgetError as error:
-            if not captured.dynamic:
-                raise
-            try:
-                largest = self._largest_batch(captured, inputs)
-            except InputError:  # what varies is no batch, and the model does not take every size of it
-                raise error from None
-            raise InfeasibleBudgetError(
-                error.budget_bytes,
-                error.least_bytes,
-                error.breakdown,
-                error.place,
-                f"The largest batch that fits is {largest}.",
-            ) from None
-        if compiled.planned is not None:
-            planned.append(compiled.planned)
-        return compiled
-
-    def _largest_batch(self, captured: Captured, inputs: Inputs) -> int:
-        """Return the largest size of the dynamic dimensions at which some plan fits."""
-        budget_bytes = self._settings.budget_bytes
-        assert budget_bytes is not None
-        planned: list[Planned] = []
-
-        def floor_bytes(size: int) -> int:
-            other = resized(inputs, captured.dynamic, size)
-            graph = fitting(captured, self.original, other)
-            profiled = profile_model(self.original, graph, other, replace(self._settings, measure=False))
-            return least_peak_bytes(profiled.profile, self._settings, planned, budget_bytes)
-
-        return largest_batch(floor_bytes, budget_bytes)
 
     def _planned(self) -> Compiled:
-        latest = self.__dict__.get("_latest")
-        if latest is None:
+        plans: Plans = self._plans
+        if plans.latest is None:
             raise NotPlannedError(
                 "this module has no plan yet: pass example_args to fxmem.optimize, or call it once in training mode"
             )
-        return cast(Compiled, latest)
+        return plans.latest
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -333,7 +187,7 @@ class OptimizedModule(torch.nn.Module):
     @property
     def fxmem_constants(self) -> tuple[torch.Tensor, ...]:
         """Tensors that the emitted graph of the signature used last holds, and the model makes anew in each step."""
-        latest = self.__dict__.get("_latest")
+        latest = self._plans.latest
         own = {id(t) for t in (*self.original.parameters(), *self.original.buffers())}
         held = () if latest is None else (*latest.graph_module.parameters(), *latest.graph_module.buffers())
         return tuple(t for t in held if id(t) not in own)
@@ -457,36 +311,6 @@ class OptimizedModule(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         OptimizedModule.__init__(self, state["original"], state["_settings"])
         self.__dict__.update(state["own"])
-
-
-# -- checks and settings -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _collected_afterwards() -> Iterator[None]:
-    """Put off collecting cycles to the end of the body, which makes many objects and little garbage; but what cycles it
-    leaves hold the batch planned for, which would be there beside the next one."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-        gc.collect()
-
-
-def _serving(ways: list[Compiled], inputs: Inputs) -> Compiled | None:
-    """Return that of ``ways`` which the model goes with these inputs."""
-    return next((way for way in ways if way.captured.serves(inputs)), None)
-
-
-def _captured_dynamic(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dims: Dims) -> Captured | None:
-    """Return a graph that serves other sizes of ``dims``, or None where the model's code is tied to one size."""
-    try:
-        return capture(model, inputs, autocast, dims)
-    except CaptureError:
-        return None
 
 
 def _device_type(model: torch.nn.Module) -> str:

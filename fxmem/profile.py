@@ -1,50 +1,35 @@
 """From one observed training step to the plain :class:`GraphProfile` that planners work on, and its recipes' replays.
 
 In: an :class:`Observation`. Out: a :class:`Profiled`. Bytes are exact: the curve of what no plan changes is read from the
-observed allocations, and each recipe is run once more on fakes to see the peak of its re-run. Not modelled: scratch
-that a kernel allocates below the dispatcher.
+observed allocations, and each recipe is run once more on fakes to see the peak of its re-run (:mod:`fxmem.rerun`). Not
+modelled: scratch that a kernel allocates below the dispatcher.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from fxmem.autocast import autocast_as_in_forward
 from fxmem.bindings import callable_of
 from fxmem.captured import Captured, Inputs, count_of_batches, source_of
-from fxmem.errors import PlanMismatchError
 from fxmem.fake import FakeWorld
 from fxmem.lean_ops import masked_dropout
 from fxmem.observe import STATISTICS, NodeObservation, Observation, observe
 from fxmem.optimizing import Seen, clears_all
 from fxmem.overwriting import ELEMENTWISE
 from fxmem.regions import op_of, op_text
-from fxmem.replay import NodeReplay, Replay, SavedInRerun
+from fxmem.replay import NodeReplay, Replay
+from fxmem.rerun import Rerun, rerun
 from fxmem.step import BARE, TrainingStep, usual_gradients
 from fxmem.ticks import managed_storages, ticks_of
-from fxmem.track import StorageTracker
 from fxmem.types import GraphProfile, InplaceDecision, NodeProfile, Recipe, Storage
 from fxmem.views import View
 
 NodeTimer = Callable[[int, int], float]
 """Seconds of a node, from its FLOPs and the bytes it moves."""
-
-
-class Rerun(NamedTuple):
-    """What a re-run was seen to do."""
-
-    peak_bytes: int
-    """Above its start."""
-    capture_peak_bytes: int
-    casts_once: bool
-    """It makes the forward's internals only if a leaf is cast once for all its uses in a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +130,8 @@ class _Builder:
         never_made_anew = self._never_made_anew()
         reasons = dict.fromkeys(held_elsewhere, "held by something other than autograd") | never_made_anew
         groups = self._recipes(reasons)
-        found = self._rerun([self._replay(nodes, never_made_anew) for nodes in groups])
+        replayed = [self._replay(nodes, never_made_anew) for nodes in groups]
+        found = rerun(replayed, self.reruns, self.captured, self.world, self.devices, self._memory)
         for group, one in zip(groups, found, strict=True):
             if one is None:
                 why = f"a re-run of {self.seen.nodes[group[-1]].node.name} saves other tensors than its forward"
@@ -175,10 +161,10 @@ class _Builder:
                 inputs=self._inputs(nodes_of),
                 products=replay.products,
                 seconds=sum(nodes[k].seconds for k in nodes_of),
-                peak_bytes=rerun.peak_bytes,
-                capture_peak_bytes=rerun.capture_peak_bytes,
+                peak_bytes=run.peak_bytes,
+                capture_peak_bytes=run.capture_peak_bytes,
             )
-            for r, (nodes_of, replay, rerun) in enumerate(good)
+            for r, (nodes_of, replay, run) in enumerate(good)
         )
         graph_profile = GraphProfile(
             nodes,
@@ -204,6 +190,11 @@ class _Builder:
         )
 
     # -- naming ---------------------------------------------------------------------------------------------------------
+
+    def _memory(self, place: int) -> tuple[int, torch.device]:
+        """Return the bytes and the device of storage ``place``."""
+        serial = self.managed[place] if place >= 0 else list(self.seen.statics)[~place]
+        return self.nbytes[serial], self.seen.devices[serial]
 
     def _place(self, serial: int) -> int | None:
         """Managed index, ``~j`` of a static tensor, or None for storages that are neither."""
@@ -362,55 +353,6 @@ class _Builder:
             scratch=tuple(scratch),
         )
 
-    def _rerun(self, replays: list[Replay]) -> list[tuple[Replay, Rerun] | None]:
-        """Run each replay on fakes; return with it what was seen, None where it cannot serve for its forward."""
-        found: list[tuple[Replay, Rerun] | None] = []
-        with self.world.active(), self.world.states_held_by(self.captured.graph_module):
-            for replay in replays:
-                key = _signature(replay)
-                if key not in self.reruns:
-                    self.reruns[key] = self._seen_rerun(replay)
-                rerun = self.reruns[key]
-                found.append(None if rerun is None else (_casting_once(replay) if rerun.casts_once else replay, rerun))
-        return found
-
-    def _seen_rerun(self, replay: Replay) -> Rerun | None:
-        if not any(node.internals for node in replay.nodes):
-            peak_bytes = self._peak(replay, capture=False)
-            return Rerun(peak_bytes, peak_bytes, casts_once=False)
-        for once, way in ((False, replay), (True, _casting_once(replay))):
-            with suppress(PlanMismatchError):
-                return Rerun(self._peak(way, capture=False), self._peak(way, capture=True), once)
-        return None
-
-    def _peak(self, replay: Replay, *, capture: bool) -> int:
-        own = set(replay.products).union(view.storage for node in replay.nodes for _, view in node.outputs)
-        bases: dict[int, torch.Tensor] = {}
-        for node in replay.nodes:
-            for place, view in node.refs:
-                if view.storage not in own and view.storage not in bases:
-                    bases[view.storage] = self._fake_base(view.storage, node.index, place)
-        tracker = StorageTracker()
-        tracker.hold(bases.values())
-        start_bytes = tracker.live_bytes
-        states = {node.index: () for node in replay.nodes}
-        saved = SavedInRerun(capture=capture)
-        inside = self.captured.autocast_device is not None
-        region = autocast_as_in_forward(replay.autocast, self.devices, regions_inside=inside)
-        with saved, region, tracker:
-            replay.run(bases, states, saved, {})  # type: ignore[arg-type]
-        return tracker.peak_bytes - start_bytes
-
-    def _fake_base(self, place: int, node: int, argument: int) -> torch.Tensor:
-        """Return a fresh fake storage like that of storage ``place``, as a tensor of bytes behind its argument's dtype."""
-        serial = self.managed[place] if place >= 0 else list(self.seen.statics)[~place]
-        view = next(v for p, v, _ in self.seen.nodes[node].reads if p == argument)
-        device = self._device(node, argument)
-        return torch.empty(-(-self.nbytes[serial] // view.dtype.itemsize), dtype=view.dtype, device=device)
-
-    def _device(self, node: int, argument: int) -> torch.device:
-        return self.seen.devices[next(v.storage for p, v, _ in self.seen.nodes[node].reads if p == argument)]
-
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _UNTAGGED = frozenset({torch.ops.aten.hardswish.default, torch.ops.aten.hardswish_.default, masked_dropout})
@@ -423,31 +365,3 @@ def _is_elementwise(op: object) -> bool:
         own = op.namespace == "aten" and not op.has_kernel_for_dispatch_key(_COMPOSITE)
         return own and (torch.Tag.pointwise in op.tags or op in _UNTAGGED)
     return op in ELEMENTWISE or op in _UNTAGGED
-
-
-def _casting_once(replay: Replay) -> Replay:
-    return replace(replay, nodes=tuple(replace(node, casts_once=True) for node in replay.nodes))
-
-
-def _signature(replay: Replay) -> object:
-    """Equal for replays that differ only in which storages they run on."""
-    names: dict[int, int] = {}
-
-    def anonymous(view: View) -> tuple[object, ...]:
-        number = names.setdefault(view.storage, len(names))
-        return (number, *view[1:])
-
-    return tuple(
-        (
-            node.target,
-            tuple(repr(leaf) for leaf in tree_leaves(node.leaves)),
-            tuple((place, anonymous(view)) for place, view in node.refs),
-            tuple(names.setdefault(s, len(names)) for s in sorted(node.writes)),
-            tuple((place, anonymous(view)) for place, view in node.outputs),
-            tuple(i < 0 for i in node.internals),
-            node.identities,
-            tuple((place, *view[1:]) for place, view in node.scratch),
-            len(replay.products),
-        )
-        for node in replay.nodes
-    )

@@ -49,6 +49,7 @@ ORDER = (
     "timing",
     "observe",
     "ticks",
+    "rerun",
     "profile",
     "measure",
     "simulate",
@@ -64,6 +65,7 @@ ORDER = (
     "pipeline",
     "frontier",
     "estimate",
+    "plans",
     "module",
     "__init__",
     "__main__",
@@ -117,13 +119,11 @@ ONLY = {
         "timing",
     },
     "ticks": {"types", "errors", "observe"},
+    "rerun": {"errors", "track", "fake", "autocast", "views", "replay", "captured"},
     "profile": {
         "types",
-        "errors",
-        "track",
         "fake",
         "regions",
-        "autocast",
         "views",
         "replay",
         "bindings",
@@ -134,6 +134,7 @@ ONLY = {
         "captured",
         "observe",
         "ticks",
+        "rerun",
     },
 }
 

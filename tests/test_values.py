@@ -53,13 +53,13 @@ def test_an_optimized_model_goes_the_way_its_inputs_say() -> None:
         for mask in masks(rows) * 2:
             inputs = Inputs.of((x, mask), {})
             assert not differences(run(eager, eager, inputs), run(optimized, optimized, inputs))
-    assert sorted(map(len, optimized._compiled.values())) == [2, 2, 2]
+    assert sorted(optimized._plans.ways) == [2, 2, 2]
 
 
 def test_other_sizes_of_one_way_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     optimized = fxmem.optimize(Masked(), planner="chen")
     captures = []
-    for place in ("fxmem.module.capture", "fxmem.parts.capture"):
+    for place in ("fxmem.plans.capture", "fxmem.parts.capture"):
         monkeypatch.setattr(place, lambda *args: captures.append(1) or capture(*args))
     for rows in (4, 6, 9, 12):
         optimized(torch.randn(rows, WIDTH), masks(rows)[0]).sum().backward()
@@ -82,8 +82,9 @@ def test_a_model_that_goes_many_ways_is_warned_of() -> None:
         return torch.equal(optimized(x, torch.tensor(start)), optimized.original(x, torch.tensor(start)))
 
     assert all(agrees(start) for start in range(7))
-    with pytest.warns(UserWarning, match=r"Shifted looks at values .* took 8 different ways"):
+    with pytest.warns(UserWarning, match=r"Shifted looks at values .* took 8 different ways") as warned:
         assert agrees(7)
+    assert warned[0].filename == __file__  # where the model is called
 
 
 def test_a_value_written_over_is_not_known() -> None:
