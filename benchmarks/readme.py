@@ -136,9 +136,10 @@ def comparison_page() -> str:
             "Each peer and eager take turns in one process, fxmem at the peer's measured peak and eager in another; times "
             "are CPU times over eager's, medians of pairs. A compiled peer's extra time is counted over its own time "
             "without recomputation, since fusion is its merit and recomputation its cost. *lost*: fxmem is slower by more "
-            "than the spread of its own pairs, or cannot reach the peak. A negative extra time of fxmem counts as none in "
-            "the shares. Rows were measured at several commits, dates and machines, some of them busy; the "
-            "file names each row's commit and, of newer ones, the machine.",
+            "than the spread of its own pairs, or cannot reach the peak. A negative extra time counts as none in the "
+            "shares and sums; a share of a peer's one or two percent says little, as times spread about as wide. Rows were "
+            "measured at several commits, dates and machines, some of them busy; the file names each row's commit and, of "
+            "newer ones, the machine.",
             "",
             "| model | peer | peak MB | its step over eager's | its extra time | fxmem's extra time | of it | | remarks |",
             "|---|---|---|---|---|---|---|---|---|",
@@ -243,8 +244,8 @@ def _totals(verdicts: list[Verdict]) -> list[str]:
             lines.append(
                 f"{what}: {len(some)} points, lost {sum(v.lost for v in some)}; fxmem's extra time over the peer's: mean "
                 f"{statistics.mean(ratios):.2f}, median {statistics.median(ratios):.2f} of the {len(ratios)} points where "
-                f"the peer's is above one percent. By step time, all things counted, fxmem is the faster one at "
-                f"{_faster(some)} points."
+                f"the peer's is above one percent; all points summed, {_of_sums(some):.2f}. By step time, all things "
+                f"counted, fxmem is the faster one at {_faster(some)} points."
             )
             lines.append("")
     return lines[:-1]
@@ -252,6 +253,7 @@ def _totals(verdicts: list[Verdict]) -> list[str]:
 
 def _by_kind(verdicts: list[Verdict]) -> dict[str, list[Verdict]]:
     return {
+        "All": verdicts,
         "Eager peers": [v for v in verdicts if v.eager],
         "torch.compile's partitioner alone": [v for v in verdicts if "partitioner" in v.peer],
         "torch.compile with inductor": [v for v in verdicts if "inductor" in v.peer],
@@ -272,6 +274,13 @@ def _verdicts(rows: list[Row]) -> Iterator[Verdict]:
 def _faster(verdicts: list[Verdict]) -> int:
     """Return at how many points fxmem's step takes less time than the peer's."""
     return sum(v.our_extra is not None and 1 + v.our_extra < v.peer_ratio for v in verdicts)
+
+
+def _of_sums(verdicts: list[Verdict]) -> float:
+    """Return fxmem's extra times over the peers', both summed; a negative one counts as none."""
+    reached = [v for v in verdicts if v.our_extra is not None]
+    ours = sum(max(0.0, v.our_extra or 0.0) for v in reached)
+    return ours / sum(max(0.0, v.peer_extra) for v in reached)
 
 
 def _recipe_ms() -> float:
