@@ -35,6 +35,7 @@ from fxmem.lean_ops import (
     input_unread,
     lean_max_pool,
     masked_dropout,
+    safe_softmax,
     split_dim,
 )
 from fxmem.profile import Profiled
@@ -300,6 +301,8 @@ def _exchanged(graph: fx.Graph, wish: Wish) -> bool:
     found = [exchange(node) for node in list(graph.nodes)]
     if any(found):
         _join_matmuls(graph)
+        for node in list(graph.nodes):
+            _exchange_softmax(node)
         graph.eliminate_dead_code()  # what a trace notes for autograd
     return any(found)
 
@@ -366,6 +369,14 @@ def _exchange_pool_or_input(node: fx.Node, wish: Wish) -> bool:
     if wish.input and node.target is aten.convolution.default:
         return _exchange(node, frozen_convolution, node.args)
     return False
+
+
+def _exchange_softmax(node: fx.Node) -> bool:
+    if node.target is not aten._safe_softmax.default or len(node.args) != 2:
+        return False
+    scores: Any = node.args[0]
+    result = aten._softmax.default(scores.meta["val"], node.args[1], False)
+    return result.stride() == node.meta["val"].stride() and _exchange(node, safe_softmax, node.args)
 
 
 def _exchange_dropout(product: fx.Node) -> bool:

@@ -7,6 +7,8 @@ Forward and backward call the kernels that eager calls. What differs is what lie
 2. The indices of a *max pooling* point into a plane of at most 2**15 or 2**16 elements as a rule; eager's have 8 bytes.
 3. Some backwards take the op's input, but only look at its shape, strides and dtype: those of poolings, of paddings that
    reflect or repeat, and of convolutions whose weight is frozen. They get as much memory, with nothing in it.
+4. The *safe softmax* of an attention goes over its scores three times more than a softmax does, for rows that are masked
+   out whole. In these a softmax is NaN; so one column of it tells whether they need to be looked for.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxmem.replay import in_batched_backward
 
@@ -75,6 +78,41 @@ def dropout_mask(x: torch.Tensor, probability: float) -> torch.Tensor:
 def masked_dropout(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
     """Return ``x`` with each element zero or, where ``mask`` has a 1, divided by ``probability``; the mask is saved."""
     return cast(torch.Tensor, _Dropout.apply(x, mask, probability))  # type: ignore[no-untyped-call]
+
+
+# -- softmax of scores that a mask may have made -inf -------------------------------------------------------------------
+
+
+class _SafeSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.dim, ctx.dtype = dim, scores.dtype
+        result = torch.softmax(scores, dim)
+        if result.numel():
+            _clear_masked_rows(result, scores, dim)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (result,) = ctx.saved_tensors
+        return aten._softmax_backward_data(grad, result, ctx.dim, ctx.dtype), None
+
+
+def _clear_masked_rows(result: torch.Tensor, scores: torch.Tensor, dim: int) -> None:
+    """Set rows of ``result`` to zero where all ``scores`` are -inf. As many bytes are allocated if there are none."""
+    largest = scores.new_empty(scores.select(dim, 0).unsqueeze(dim).shape)
+    masked = torch.empty_like(largest, dtype=torch.bool)
+    total = result.select(dim, 0).sum()
+    if not isinstance(result, FakeTensor) and math.isnan(total.item()):
+        torch.amax(scores, dim, keepdim=True, out=largest)
+        torch.eq(largest, -math.inf, out=masked)
+        result.masked_fill_(masked, 0.0)
+
+
+def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the softmax of ``scores`` over ``dim``, zeros where all are -inf."""
+    return cast(torch.Tensor, _SafeSoftmax.apply(scores, dim))  # type: ignore[no-untyped-call]
 
 
 # -- inputs of which only the geometry is looked at --------------------------------------------------------------------

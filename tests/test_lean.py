@@ -1,5 +1,6 @@
 """Calls that save less where memory is short: masks of bytes, narrow indices, no unread inputs; same bits."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 import fxmem
 from fxmem.captured import Inputs
 from fxmem.lean import with_lean_saves
-from fxmem.lean_ops import dropout_mask, masked_dropout
+from fxmem.lean_ops import dropout_mask, masked_dropout, safe_softmax
 from fxmem.profile import profile
 from fxmem.simulate import drop_all
 from fxmem.timing import PRESETS
+from fxmem.track import StorageTracker
 from fxmem.types import GraphProfile
 from tests.exactness import Checked, check, on_the_way, same_bits
 
@@ -100,6 +102,56 @@ def test_an_attention_multiplies_as_eager_does(options: dict[str, Any]) -> None:
     assert called.count(torch.matmul) == 2
     assert torch.bmm not in called
     assert torch.clone not in called or "enable_gqa" in options  # which repeats the keys
+
+
+SCORES = {
+    "plain": lambda x: x,
+    "a row masked": lambda x: x.index_fill(1, torch.tensor([2]), -math.inf),
+    "all masked": lambda x: torch.full_like(x, -math.inf),
+    "some of a row masked": lambda x: x.index_fill(2, torch.tensor([0, 3]), -math.inf),
+    "a number is none": lambda x: x.index_put([torch.tensor(1)] * 3, torch.tensor(math.nan, dtype=x.dtype)),
+    "infinite": lambda x: x.index_put([torch.tensor(1)] * 3, torch.tensor(math.inf, dtype=x.dtype)),
+    "none of a masked row": lambda x: torch.full_like(x, -math.inf).index_fill(1, torch.tensor([2]), math.nan),
+    "transposed": lambda x: x.transpose(0, 1),
+    "expanded": lambda x: x[:1].expand(4, -1, -1),
+    "empty": lambda x: x[:0],
+    "rows of nothing": lambda x: x[:, :, :0],
+}
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_a_safe_softmax_has_the_bits_and_the_layout_of_eagers(kind: str, dtype: torch.dtype, dim: int) -> None:
+    x, results = torch.randn(3, 5, 7, dtype=dtype), []
+    for softmax in (torch.ops.aten._safe_softmax, safe_softmax):
+        scores = SCORES[kind](x).detach().requires_grad_()
+        result = softmax(scores, dim)
+        (gradient,) = torch.autograd.grad(result, scores, torch.ones_like(result).cumsum(-1), create_graph=True)
+        results.append((result, gradient, *torch.autograd.grad(gradient.sin().sum(), scores)))
+    for expected, actual in zip(*results, strict=True):
+        assert same_bits(expected, actual)
+        assert expected.stride() == actual.stride()
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_a_safe_softmax_takes_as_many_bytes_whatever_the_scores(kind: str) -> None:
+    scores = SCORES[kind](torch.randn(3, 5, 7))
+    peaks = []
+    for given in (scores, torch.randn(3, 5, 7).as_strided(scores.shape, scores.stride())):
+        with StorageTracker() as tracker:
+            safe_softmax(given, -1)
+        peaks.append(tracker.peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
+def test_an_attention_with_rows_that_are_masked_out_has_the_same_bits() -> None:
+    mask = torch.rand(5, 5) > 0.3
+    mask[1] = False
+    checked = check(lambda: Attention(dropout_p=0.2, attn_mask=mask), torch.randn(2, 5, 8), plans=PLANS)
+    lean = lean_profile(checked, torch.randn(2, 5, 8))
+    assert any(node.op.endswith("safe_softmax") for node in lean.nodes)
+    assert not any("_safe_softmax.default" in node.op for node in lean.nodes)
 
 
 def test_what_an_attention_makes_of_its_scores_is_made_anew_without_drawing_its_mask_anew() -> None:
