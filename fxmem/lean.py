@@ -4,9 +4,10 @@ In: a profiled graph. Out: the captured graph in which dropouts (attentions with
 whose backward does not read their input are exchanged for those of :mod:`fxmem.lean_ops`. A call is taken apart on fakes
 into the ops it consists of, below autocast, so the forms need to be written for ATen's own ops only. These ops then stand
 in the graph one by one, each for a plan to keep or to run again: what becomes of an attention's scores is made anew without
-drawing its mask anew. An input is left unsaved where no other op saves it; all its savers may be such ops. Masks and
-indices stay what they are on CUDA: masks have one byte there, and a pooling that runs again takes no longer than making its
-indices narrow and wide again, while the CPU computes for long. Dropouts in place stay what they are.
+drawing its mask anew, and their softmax goes over them less often. An input is left unsaved where no other op saves it; all
+its savers may be such ops. Masks and indices stay what they are on CUDA: masks have one byte there, and a pooling that runs
+again takes no longer than making its indices narrow and wide again, while the CPU computes for long. Dropouts in place stay
+what they are.
 """
 
 from __future__ import annotations
