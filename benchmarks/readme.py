@@ -240,12 +240,14 @@ def _totals(verdicts: list[Verdict]) -> list[str]:
     lines = []
     for what, some in _by_kind(verdicts).items():
         ratios = [v.ratio for v in some if v.ratio is not None]
+        reached = [v for v in some if v.our_extra is not None]
         if ratios:
             lines.append(
-                f"{what}: {len(some)} points, lost {sum(v.lost for v in some)}; fxmem's extra time over the peer's: mean "
-                f"{statistics.mean(ratios):.2f}, median {statistics.median(ratios):.2f} of the {len(ratios)} points where "
-                f"the peer's is above one percent; all points summed, {_of_sums(some):.2f}. By step time, all things "
-                f"counted, fxmem is the faster one at {_faster(some)} points."
+                f"{what}: {len(some)} points, lost {sum(v.lost for v in some)}, of these {len(some) - len(reached)} for a "
+                f"peak that fxmem cannot reach; at the others fxmem's extra time over the peer's: mean "
+                f"{statistics.mean(ratios):.2f}, median {statistics.median(ratios):.2f} of the {len(ratios)} where the "
+                f"peer's is above one percent, {_of_sums(reached):.2f} of all summed. By step time, all things counted, "
+                f"fxmem is the faster one at {_faster(some)} points."
             )
             lines.append("")
     return lines[:-1]
@@ -278,9 +280,8 @@ def _faster(verdicts: list[Verdict]) -> int:
 
 def _of_sums(verdicts: list[Verdict]) -> float:
     """Return fxmem's extra times over the peers', both summed; a negative one counts as none."""
-    reached = [v for v in verdicts if v.our_extra is not None]
-    ours = sum(max(0.0, v.our_extra or 0.0) for v in reached)
-    return ours / sum(max(0.0, v.peer_extra) for v in reached)
+    ours = sum(max(0.0, v.our_extra or 0.0) for v in verdicts)
+    return ours / sum(max(0.0, v.peer_extra) for v in verdicts)
 
 
 def _recipe_ms() -> float:

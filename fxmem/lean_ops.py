@@ -1,4 +1,4 @@
-"""Ops that save less than autograd's own do, with the same bits: the forms that :mod:`fxmem.lean` puts in.
+"""Ops that save or do less than eager's own, with the same bits: the forms that :mod:`fxmem.lean` puts in.
 
 Forward and backward call the kernels that eager calls. What differs is what lies in memory between the two:
 
@@ -7,8 +7,8 @@ Forward and backward call the kernels that eager calls. What differs is what lie
 2. The indices of a *max pooling* point into a plane of at most 2**15 or 2**16 elements as a rule; eager's have 8 bytes.
 3. Some backwards take the op's input, but only look at its shape, strides and dtype: those of poolings, of paddings that
    reflect or repeat, and of convolutions whose weight is frozen. They get as much memory, with nothing in it.
-4. The *safe softmax* of an attention goes over its scores three times more than a softmax does, for rows that are masked
-   out whole. In these a softmax is NaN; so one column of it tells whether they need to be looked for.
+4. The *safe softmax* of an attention saves what eager's does. That one goes over the scores three times more than a softmax
+   does, for rows that are masked out whole. In these a softmax is NaN; so one column of it tells if they need to be sought.
 """
 
 from __future__ import annotations
