@@ -53,6 +53,7 @@ quick: lint types
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 types: $(STAMP)
 	$(PY) -m mypy --strict fxmem

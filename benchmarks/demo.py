@@ -18,7 +18,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.step import run_step
+from fxmem.profiling.training_step import run_step
 from tests import zoo
 
 

@@ -36,16 +36,16 @@ from benchmarks.measure import LEARNING_RATE, SEED, Racer, peak_of
 from benchmarks.models import Batch, BenchModel, UNet
 from benchmarks.results_file import RESULTS, load_rows, machine
 from benchmarks.ways import COMPILE_BUDGETS, EAGER, Way
-from fxmem.capture import capture
-from fxmem.captured import Inputs
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.ir import GraphProfile
 from fxmem.pipeline import Settings, profile_as_captured
-from fxmem.planners import PLANNERS, cheapest_within
 from fxmem.planners.bound import Relaxation
-from fxmem.planners.frontier import Clock
-from fxmem.simulate import tables_of
-from fxmem.step import TrainingStep
-from fxmem.timing import PRESETS
-from fxmem.types import GraphProfile
+from fxmem.planners.pareto import Clock, cheapest_within
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import tables_of
+from fxmem.profiling.roofline import PRESETS
+from fxmem.profiling.training_step import TrainingStep
 
 PATH = RESULTS / "frontier.json"
 SHARES = (0.75, 0.5, 0.35, 0.25)

@@ -24,14 +24,14 @@ from torch import nn
 import fxmem
 from benchmarks import models
 from benchmarks.results_file import RESULTS, machine
-from fxmem.capture import capture
-from fxmem.captured import Inputs
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.ir import KEEP, GraphProfile, Plan
 from fxmem.pipeline import Settings, profile_as_captured
-from fxmem.simulate import keep_all, simulate
-from fxmem.step import TrainingStep, run_step
-from fxmem.timing import PRESETS
-from fxmem.track import StorageTracker
-from fxmem.types import KEEP, GraphProfile, Plan
+from fxmem.planners.simulate import keep_all, simulate
+from fxmem.profiling.roofline import PRESETS
+from fxmem.profiling.storage_tracker import StorageTracker
+from fxmem.profiling.training_step import TrainingStep, run_step
 
 PATH = RESULTS / "inplace.json"
 TRANSIENT = ("vgg16", "resnet18", "unet")

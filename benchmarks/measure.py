@@ -37,9 +37,9 @@ import fxmem
 from benchmarks import models
 from benchmarks.models import Batch, BenchModel
 from benchmarks.ways import EAGER, Contender, NotApplicable, Way, apply, without_recompute
-from fxmem.step import run_step
-from fxmem.timing import flops_of
-from fxmem.track import StorageTracker, tensors_of
+from fxmem.profiling.roofline import flops_of
+from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
+from fxmem.profiling.training_step import run_step
 
 SEED = 7
 LEARNING_RATE = 1e-4

@@ -28,16 +28,16 @@ from torch import nn
 import fxmem
 from benchmarks.libraries import import_torchvision
 from benchmarks.results_file import RESULTS, machine
-from fxmem.capture import capture
-from fxmem.captured import Inputs
-from fxmem.planners import PLANNERS, cheapest_within
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.ir import KEEP, GraphProfile, Plan
 from fxmem.planners.bound import Relaxation
-from fxmem.planners.frontier import Clock
 from fxmem.planners.ilp import optimum
-from fxmem.profile import profile
-from fxmem.simulate import simulate, tables_of
-from fxmem.timing import PRESETS
-from fxmem.types import KEEP, GraphProfile, Plan
+from fxmem.planners.pareto import Clock, cheapest_within
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import simulate, tables_of
+from fxmem.profiling.profile import profile
+from fxmem.profiling.roofline import PRESETS
 from tests.synthetic import chain, random_dag
 
 PATH = RESULTS / "optimality.json"

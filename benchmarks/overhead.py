@@ -1,12 +1,12 @@
 """``python -m benchmarks.overhead``: what fxmem's own Python costs, beside the kernels, on the CPU.
 
 Two models made so small that their kernels take next to nothing: eager, under fxmem with no budget, and under one that
-drops about half of what can be. Printed for each: eager's step; what the emitted graph and the look at the model's state
-add to it when nothing is dropped; and, under the budget, what the forward takes more for each call that runs on the tape,
-and the backward for each recipe it runs again (its small kernels included). The three ways take turns in one process,
-figures are the least of all turns, CPU time of the thread that runs them. Results go to
-``benchmarks/results/overhead.json``; the planner's charge for a recipe on the CPU, :data:`fxmem.measure.TAPE_SECONDS`,
-rests on them.
+drops about half of what can be. Printed for each: eager's step; what the emitted graph and the look at the model's
+state add to it when nothing is dropped; and, under the budget, what the forward takes more for each call that runs on
+the tape, and the backward for each recipe it runs again (its small kernels included). The three ways take turns in one
+process, figures are the least of all turns, CPU time of the thread that runs them. Results go to
+``benchmarks/results/overhead.json``; the planner's charge for a recipe on the CPU,
+:data:`fxmem.profiling.op_benchmark.TAPE_SECONDS`, rests on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import fxmem
 from benchmarks.libraries import import_torchvision
 from benchmarks.results_file import RESULTS, machine
-from fxmem.runtime import TapedCall
+from fxmem.runtime.tape import TapedCall
 
 PATH = RESULTS / "overhead.json"
 NUM_TURNS = 400

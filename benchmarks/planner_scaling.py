@@ -14,7 +14,8 @@ import time
 import numpy as np
 
 from benchmarks.results_file import RESULTS, machine
-from fxmem.planners import PLANNERS, cheapest_within
+from fxmem.planners.pareto import cheapest_within
+from fxmem.planners.registry import PLANNERS
 from tests.synthetic import residual_blocks
 
 NUM_BLOCKS = (15, 60, 150, 500, 1500)

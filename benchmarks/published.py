@@ -31,15 +31,15 @@ from benchmarks.libraries import import_torchvision
 from benchmarks.losses import cross_entropy
 from benchmarks.models import deep_resnet
 from benchmarks.results_file import RESULTS, machine
-from fxmem.capture import capture
-from fxmem.captured import Inputs
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.pipeline import Settings, frontier_of, profile_model
-from fxmem.planners import cheapest_within
-from fxmem.planners.gap import lower_bound
-from fxmem.step import TrainingStep
-from fxmem.timing import PRESETS
-from fxmem.types import FrontierPoint, GraphProfile
-from fxmem.verify import eager_peak_bytes
+from fxmem.planners.bound import lower_bound
+from fxmem.planners.pareto import cheapest_within
+from fxmem.profiling.roofline import PRESETS
+from fxmem.profiling.training_step import TrainingStep
+from fxmem.profiling.verify import eager_peak_bytes
 
 GB = 10**9
 GIB_IN_GB = 2**30 / 10**9

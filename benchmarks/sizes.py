@@ -22,8 +22,8 @@ from torch import nn
 import fxmem
 from benchmarks import models
 from benchmarks.results_file import RESULTS, machine
-from fxmem.batch import resized
-from fxmem.captured import Inputs
+from fxmem.capture.dynamic_batch import resized
+from fxmem.capture.graph import Inputs
 
 PATH = RESULTS / "sizes.json"
 SHARE = 0.4

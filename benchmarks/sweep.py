@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from fxmem.autocast import Autocast
-from fxmem.capture import capture
-from fxmem.captured import Captured, Inputs
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Captured, Inputs
 from fxmem.pipeline import Settings, emit_within_budget, frontier_of, profile_model
-from fxmem.step import TrainingStep, run_step
-from fxmem.track import StorageTracker, tensors_of
-from fxmem.verify import eager_peak_bytes
+from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
+from fxmem.profiling.training_step import TrainingStep, run_step
+from fxmem.profiling.verify import eager_peak_bytes
+from fxmem.runtime.autocast import Autocast
 from tests import zoo
 
 SHARES = (0.0, 0.25, 0.35, 0.5, 0.75)

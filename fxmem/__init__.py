@@ -1,5 +1,9 @@
 """fxmem: train a PyTorch model inside a memory budget, with the same numbers."""
 
+from fxmem.api.estimate import Estimate, estimate
+from fxmem.api.frontier import BudgetPoint, frontier
+from fxmem.api.module import OptimizedModule, optimize
+from fxmem.api.track import track
 from fxmem.errors import (
     BudgetError,
     CaptureError,
@@ -12,12 +16,8 @@ from fxmem.errors import (
     SavedTensorModifiedError,
     VerificationError,
 )
-from fxmem.estimate import Estimate, estimate
-from fxmem.frontier import BudgetPoint, frontier
-from fxmem.module import OptimizedModule, optimize
-from fxmem.report import Report
-from fxmem.track import track
-from fxmem.types import Plan
+from fxmem.ir import Plan
+from fxmem.report.text import Report
 
 __version__ = "0.1.0"
 

@@ -15,29 +15,30 @@ from functools import cache
 import torch
 from torch import fx
 
-from fxmem.autocast import Autocast, autocast_as_in_forward, casts_kept
-from fxmem.batch import without_values
-from fxmem.capture import as_in_training, capture
-from fxmem.captured import Captured, Inputs
-from fxmem.check import check_plan
-from fxmem.cuda import Allocation
+from fxmem.capture.dynamic_batch import without_values
+from fxmem.capture.export import as_in_training, capture
+from fxmem.capture.graph import Captured, Inputs
 from fxmem.errors import InfeasibleBudgetError
-from fxmem.inplace import decide, in_place
-from fxmem.lean import notes_of, with_lean_saves
-from fxmem.measure import with_measured_times, with_times_like
-from fxmem.planners import PLANNERS, cheapest_within, pareto, stored
-from fxmem.planners.gap import lower_bound
-from fxmem.policy import Rule, constrain, enforce, matches
-from fxmem.profile import Profiled, profile
-from fxmem.report import Report, build_report
-from fxmem.report.text import place_of_tick
-from fxmem.rewrite import rewrite
-from fxmem.simulate import keep_all, simulate
-from fxmem.sizes import Planned, carried_over, counterparts, of_same_graph, taken_over
-from fxmem.step import TrainingStep
-from fxmem.timing import Hardware, hardware_for
-from fxmem.types import FrontierPoint, GraphProfile, Plan, Timeline, Verification
-from fxmem.verify import cuda_peaks, eager_peak_bytes, verify
+from fxmem.ir import FrontierPoint, GraphProfile, Plan, Timeline, Verification
+from fxmem.passes.compress_saved import notes_of, with_lean_saves
+from fxmem.passes.emit import rewrite
+from fxmem.passes.inplace import decide, in_place
+from fxmem.planners import frontier_cache
+from fxmem.planners.bound import lower_bound
+from fxmem.planners.pareto import cheapest_within, pareto
+from fxmem.planners.plan_check import check_plan
+from fxmem.planners.plan_transfer import Planned, carried_over, counterparts, of_same_graph, taken_over
+from fxmem.planners.policy import Rule, constrain, enforce, matches
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import keep_all, simulate
+from fxmem.profiling.caching_allocator import Allocation
+from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
+from fxmem.profiling.profile import Profiled, profile
+from fxmem.profiling.roofline import Hardware, hardware_for
+from fxmem.profiling.training_step import TrainingStep
+from fxmem.profiling.verify import cuda_peaks, eager_peak_bytes, verify
+from fxmem.report.text import Report, build_report, place_of_tick
+from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +190,11 @@ def frontier_of(graph_profile: GraphProfile, settings: Settings) -> tuple[Fronti
     """Return the planner's points under the policy; keeping all it lets is always one of them."""
     constrained, recomputed = constrain(graph_profile, settings.policy)
     name, seconds = settings.planner, settings.plan_seconds
-    points = stored.load(constrained, name, seconds) if settings.cache else None
+    points = frontier_cache.load(constrained, name, seconds) if settings.cache else None
     if points is None:
         points = PLANNERS[name](constrained, seconds=seconds)
         if settings.cache:
-            stored.store(constrained, name, seconds, points)
+            frontier_cache.store(constrained, name, seconds, points)
     return pareto(enforce(constrained, pareto((_keep_all(graph_profile), *points)), recomputed))
 
 

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 import fxmem
 from benchmarks.libraries import import_library, import_torchvision
-from fxmem.planners import PLANNERS
-from fxmem.types import GraphProfile, Plan
+from fxmem.ir import GraphProfile, Plan
+from fxmem.planners.registry import PLANNERS
 from tests.exactness import check, on_the_way
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "architecture_table.json"

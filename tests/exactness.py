@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from fxmem.autocast import Autocast
-from fxmem.capture import capture
-from fxmem.captured import Captured, Inputs
-from fxmem.lean import with_lean_saves
-from fxmem.planners import PLANNERS
-from fxmem.profile import Profiled, profile
-from fxmem.rewrite import rewrite
-from fxmem.simulate import drop_all, keep_all, simulate
-from fxmem.step import TrainingStep, default_loss, run_step
-from fxmem.timing import PRESETS
-from fxmem.track import StorageTracker
-from fxmem.types import KEEP, GraphProfile, Plan
-from fxmem.verify import verify
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Captured, Inputs
+from fxmem.ir import KEEP, GraphProfile, Plan
+from fxmem.passes.compress_saved import with_lean_saves
+from fxmem.passes.emit import rewrite
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import drop_all, keep_all, simulate
+from fxmem.profiling.profile import Profiled, profile
+from fxmem.profiling.roofline import PRESETS
+from fxmem.profiling.storage_tracker import StorageTracker
+from fxmem.profiling.training_step import TrainingStep, default_loss, run_step
+from fxmem.profiling.verify import verify
+from fxmem.runtime.autocast import Autocast
 
 Loss = Callable[[Any], Tensor]
 Forward = Callable[..., Any]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxmem.planners import PLANNERS
+from fxmem.planners.registry import PLANNERS
 from tests.fuzz_cases import MAKES, WRITES, Case, check_case
 
 SHRINK_SECONDS = 120.0

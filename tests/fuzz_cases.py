@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fxmem.planners import PLANNERS, cheapest_within, pareto
-from fxmem.simulate import drop_all, keep_all, simulate
-from fxmem.types import FrontierPoint, GraphProfile, Plan
+from fxmem.ir import FrontierPoint, GraphProfile, Plan
+from fxmem.planners.pareto import cheapest_within, pareto
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import drop_all, keep_all, simulate
 from tests.exactness import MakePlan, check, on_the_way, random_limits
 
 ROWS, WIDTH = 4, 8

@@ -21,7 +21,7 @@ from torch.testing._internal.common_modules import ModuleInfo, module_db
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fxmem
-from fxmem.simulate import drop_all
+from fxmem.planners.simulate import drop_all
 from tests.exactness import check, on_the_way, tightest
 
 NUM_SAMPLES = 2

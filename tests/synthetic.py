@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxmem.types import GraphProfile, NodeProfile, Phase, Recipe, Source, StaticBytes, Storage, Tick
+from fxmem.ir import GraphProfile, NodeProfile, Phase, Recipe, Source, StaticBytes, Storage, Tick
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.module import OptimizedModule
-from fxmem.track import StorageTracker
+from fxmem.api.module import OptimizedModule
+from fxmem.profiling.storage_tracker import StorageTracker
 from tests.exactness import same_bits
 
 ROWS, WIDTH = 32, 8

@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxmem
-from fxmem.bindings import callable_of
+from fxmem.runtime.op_bindings import callable_of
 
 aten = torch.ops.aten
 X = torch.zeros(2, 3, 4)

@@ -14,13 +14,20 @@ import torch
 from torch import nn
 
 import fxmem
-from fxmem.capture import _check_recurrent, capture
-from fxmem.captured import Inputs
-from fxmem.cuda import Allocation, CachingAllocator, allocator_peaks, cublas_workspace_bytes, rounded, segment_bytes
+from fxmem.capture.export import _check_recurrent, capture
+from fxmem.capture.graph import Inputs
 from fxmem.pipeline import Settings, emit_within_budget, frontier_of, profile_model
-from fxmem.step import TrainingStep, run_step
-from fxmem.track import tensors_of
-from fxmem.verify import cuda_peaks
+from fxmem.profiling.caching_allocator import (
+    Allocation,
+    CachingAllocator,
+    allocator_peaks,
+    cublas_workspace_bytes,
+    rounded,
+    segment_bytes,
+)
+from fxmem.profiling.storage_tracker import tensors_of
+from fxmem.profiling.training_step import TrainingStep, run_step
+from fxmem.profiling.verify import cuda_peaks
 
 MIB = 1 << 20
 
@@ -214,7 +221,7 @@ def test_the_budget_of_a_device_is_what_the_step_can_have(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     own_bytes = sum(p.untyped_storage().nbytes() for p in model.parameters())
     expected = 10_040 * MIB - (7 * MIB - own_bytes) - 2 * cublas_workspace_bytes((8, 0))
-    assert fxmem.budget._free_bytes(torch.device("cpu"), (model, "adamw", None)) == expected
+    assert fxmem.api.budget._free_bytes(torch.device("cpu"), (model, "adamw", None)) == expected
 
 
 def test_an_estimate_for_cuda_has_the_temporaries_of_multi_tensor_kernels() -> None:

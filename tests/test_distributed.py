@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.module import OptimizedModule
+from fxmem.api.module import OptimizedModule
 from tests.exactness import same_bits
 
 distributed = pytest.importorskip("torch.distributed")

@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fxmem
-from fxmem.overwriting import ELEMENTWISE
-from fxmem.profile import _is_elementwise
-from fxmem.replay import SavedInRerun
+from fxmem.profiling.profile import _is_elementwise
+from fxmem.runtime.inplace_ops import ELEMENTWISE
+from fxmem.runtime.recompute import SavedInRerun
 from tests.exactness import same_bits
 
 NUM_SAMPLES = 3

@@ -9,20 +9,21 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.autocast import Autocast
-from fxmem.batch import largest_batch
-from fxmem.capture import capture
-from fxmem.captured import Inputs
-from fxmem.observe import observe
-from fxmem.optimizing import Seen
-from fxmem.planners import PLANNERS, cheapest_within
-from fxmem.profile import Profiled, profile
-from fxmem.rewrite import rewrite
-from fxmem.simulate import keep_all, simulate
-from fxmem.step import TrainingStep, run_step
-from fxmem.track import StorageTracker, tensors_of
-from fxmem.types import KEEP, Phase, Plan
-from fxmem.verify import eager_peak_bytes
+from fxmem.capture.dynamic_batch import largest_batch
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.ir import KEEP, Phase, Plan
+from fxmem.passes.emit import rewrite
+from fxmem.planners.pareto import cheapest_within
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import keep_all, simulate
+from fxmem.profiling.optimizer_step import Seen
+from fxmem.profiling.profile import Profiled, profile
+from fxmem.profiling.step_trace import observe
+from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
+from fxmem.profiling.training_step import TrainingStep, run_step
+from fxmem.profiling.verify import eager_peak_bytes
+from fxmem.runtime.autocast import Autocast
 from tests import zoo
 
 MIB = 2**20
@@ -655,10 +656,10 @@ def test_usual_gradients_are_supposed_and_the_step_observed_again_where_they_are
         observed.append(args)
         return observe(*args, **kwargs)
 
-    monkeypatch.setattr(fxmem.profile, "observe", counted)
+    monkeypatch.setattr(fxmem.profiling.profile, "observe", counted)
     found = profile(captured, inputs, lambda flops, moved: 1.0, step)
     assert len(observed) == num_steps
-    monkeypatch.setattr(fxmem.profile, "usual_gradients", lambda parameters: (None,) * len(parameters))
+    monkeypatch.setattr(fxmem.profiling.profile, "usual_gradients", lambda parameters: (None,) * len(parameters))
     assert profile(captured, inputs, lambda flops, moved: 1.0, step).profile == found.profile
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxmem
-from fxmem.module import OptimizedModule
+from fxmem.api.module import OptimizedModule
 from tests.exactness import same_bits
 
 WIDTH = 16

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.capture import capture
-from fxmem.captured import Inputs
-from fxmem.profile import Profiled, profile
-from fxmem.simulate import keep_all, simulate
-from fxmem.timing import PRESETS
-from fxmem.types import Phase
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.ir import Phase
+from fxmem.planners.simulate import keep_all, simulate
+from fxmem.profiling.profile import Profiled, profile
+from fxmem.profiling.roofline import PRESETS
 
 KIB = 1024
 SCALARS = 8

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxmem.simulate import drop_all, keep_all
+from fxmem.planners.simulate import drop_all, keep_all
 from tests.exactness import check, on_the_way
 
 PLANS = (keep_all, drop_all, on_the_way)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxmem.planners import PLANNERS
+from fxmem.planners.registry import PLANNERS
 from tests import fuzz
 from tests.fuzz_cases import MAKES, WRITES, Case, check_case
 

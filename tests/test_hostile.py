@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.simulate import drop_all
+from fxmem.planners.simulate import drop_all
 from tests.exactness import check, same_bits
 
 WIDTH = 8

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.step import run_step
+from fxmem.profiling.training_step import run_step
 from tests.exactness import check, same_bits
 
 

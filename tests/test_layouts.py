@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxmem
-from fxmem.truer import TruerFakes
+from fxmem.fake.meta_fixups import TruerFakes
 from tests.exactness import same_bits
 
 WIDTH = 16

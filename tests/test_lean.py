@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.captured import Inputs
-from fxmem.lean import with_lean_saves
-from fxmem.lean_ops import dropout_mask, masked_dropout, safe_softmax
-from fxmem.profile import profile
-from fxmem.simulate import drop_all
-from fxmem.timing import PRESETS
-from fxmem.track import StorageTracker
-from fxmem.types import GraphProfile
+from fxmem.capture.graph import Inputs
+from fxmem.ir import GraphProfile
+from fxmem.passes.compress_saved import with_lean_saves
+from fxmem.planners.simulate import drop_all
+from fxmem.profiling.profile import profile
+from fxmem.profiling.roofline import PRESETS
+from fxmem.profiling.storage_tracker import StorageTracker
+from fxmem.runtime.compressed_ops import dropout_mask, masked_dropout, safe_softmax
 from tests.exactness import Checked, check, on_the_way, same_bits
 
 PLANS = (drop_all, on_the_way)

@@ -9,19 +9,20 @@ import torch
 from torch import nn
 
 import fxmem
-from fxmem import measure, pipeline
-from fxmem.capture import capture
-from fxmem.captured import Inputs
-from fxmem.measure import with_measured_times
-from fxmem.profile import Profiled, profile
-from fxmem.replay import NodeReplay, SavedInRerun
-from fxmem.timing import PRESETS, flops_of
-from fxmem.views import View
+from fxmem import pipeline
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.profiling import op_benchmark
+from fxmem.profiling.op_benchmark import with_measured_times
+from fxmem.profiling.profile import Profiled, profile
+from fxmem.profiling.roofline import PRESETS, flops_of
+from fxmem.runtime.layout import View
+from fxmem.runtime.recompute import NodeReplay, SavedInRerun
 
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch) -> None:
-    monkeypatch.setattr(measure, "_remembered", {})
+    monkeypatch.setattr(op_benchmark, "_remembered", {})
 
 
 def profiled_model() -> Profiled:
@@ -37,7 +38,7 @@ def test_ops_of_equal_geometry_get_equal_times_and_recipes_are_sums_of_their_nod
     saved = [any(graph.storages[s].num_saves for s in recipe.products) for recipe in graph.recipes]
     assert set(saved) == {True, False}
     for recipe, is_saved in zip(graph.recipes, saved, strict=True):
-        tape_seconds = measure.TAPE_SECONDS / (1 if is_saved else 2)
+        tape_seconds = op_benchmark.TAPE_SECONDS / (1 if is_saved else 2)
         assert recipe.seconds == tape_seconds + sum(graph.nodes[k].seconds for k in recipe.nodes)
 
 
@@ -50,7 +51,7 @@ def test_the_backward_of_the_heaviest_geometry_stands_for_those_of_its_op(monkey
         num_backwards += is_backward
         return 3.0 if is_backward else 1.0
 
-    monkeypatch.setattr(measure, "_median_seconds", median)
+    monkeypatch.setattr(op_benchmark, "_median_seconds", median)
     profiled = profiled_model()
     graph = with_measured_times(profiled, cache=False).profile
     linears = [node.seconds for node in graph.nodes if node.op == "aten.linear.default"]
@@ -65,16 +66,16 @@ def test_what_there_is_no_time_to_measure_is_scaled_like_its_op(monkeypatch) -> 
     profiled = profiled_model()
     estimates = {node.index: node.seconds for node in profiled.profile.nodes}
 
-    def only_the_heaviest_linear(job: measure._Job, *_: object) -> measure.Seconds | None:
+    def only_the_heaviest_linear(job: op_benchmark._Job, *_: object) -> op_benchmark.Seconds | None:
         is_heaviest_linear = "linear" in str(job.node.target) and job.heaviest
-        return measure.Seconds(10 * estimates[job.node.index], None) if is_heaviest_linear else None
+        return op_benchmark.Seconds(10 * estimates[job.node.index], None) if is_heaviest_linear else None
 
-    monkeypatch.setattr(measure, "_measure", only_the_heaviest_linear)
+    monkeypatch.setattr(op_benchmark, "_measure", only_the_heaviest_linear)
     graph = with_measured_times(profiled, cache=False).profile
     for node in graph.nodes:
         assert node.seconds == pytest.approx(10 * estimates[node.index])
-    monkeypatch.setattr(measure, "MOST_SECONDS", 0.0)
-    monkeypatch.setattr(measure, "_remembered", {})
+    monkeypatch.setattr(op_benchmark, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(op_benchmark, "_remembered", {})
     assert with_measured_times(profiled, cache=False).profile == profiled.profile
 
 
@@ -94,11 +95,11 @@ def test_known_times_are_not_measured_again(tmp_path, monkeypatch) -> None:
     def never(*_: object) -> float:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(measure, "_measure", never)
+    monkeypatch.setattr(op_benchmark, "_measure", never)
     assert with_measured_times(profiled, cache=False).profile == first.profile
-    monkeypatch.setattr(measure, "_remembered", {})
+    monkeypatch.setattr(op_benchmark, "_remembered", {})
     assert with_measured_times(profiled).profile == first.profile
-    monkeypatch.setattr(measure, "_remembered", {})
+    monkeypatch.setattr(op_benchmark, "_remembered", {})
     for file in tmp_path.iterdir():
         file.write_bytes(b"no such thing")
     with pytest.raises(AssertionError, match="measured again"):
@@ -109,7 +110,7 @@ def test_an_op_that_does_not_run_on_made_up_values_keeps_its_estimate(monkeypatc
     def fails(*_: object) -> float:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(measure, "_median_seconds", fails)
+    monkeypatch.setattr(op_benchmark, "_median_seconds", fails)
     profiled = profiled_model()
     assert with_measured_times(profiled, cache=False).profile == profiled.profile
 
@@ -163,7 +164,7 @@ def test_groups_of_equal_size_end_where_the_last_one_ends_with_all(a, b, ends) -
     tensors = [torch.randn(a), torch.randn(b), torch.zeros(3, dtype=torch.int32)]
     views = [View.of(tensor, place) for place, tensor in enumerate(tensors)]
     bases = {place: tensor.flatten() for place, tensor in enumerate(tensors)}
-    measure._make_groups_equal(views, bases)
+    op_benchmark._make_groups_equal(views, bases)
     assert bases[2].tolist() == ends
     output = torch._grouped_mm(tensors[0], tensors[1], offs=bases[2])
     multiplied = sum(2 * one.numel() * two.shape[1] for one, two in _groups(tensors[0], tensors[1]))

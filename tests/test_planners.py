@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from fxmem.planners import PLANNERS, cheapest_within, pareto
-from fxmem.simulate import keep_all, simulate
-from fxmem.types import KEEP, FrontierPoint, GraphProfile, Plan
+from fxmem.ir import KEEP, FrontierPoint, GraphProfile, Plan
+from fxmem.planners.pareto import cheapest_within, pareto
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import keep_all, simulate
 from tests.synthetic import Op, build, chain, hourglass, random_dag, residual_blocks
 
 GRAPHS = {

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from fxmem.planners import PLANNERS
+from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.planners.bound import Relaxation
-from fxmem.planners.frontier import Clock
-from fxmem.simulate import tables_of
-from fxmem.types import FrontierPoint, GraphProfile
+from fxmem.planners.pareto import Clock
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import tables_of
 from tests.synthetic import chain, hourglass, random_dag, residual_blocks
 from tests.test_planners import brute_force
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from fxmem.planners import PLANNERS
+from fxmem.ir import Plan
 from fxmem.planners.ilp import best_limits, optimum
-from fxmem.simulate import simulate
-from fxmem.types import Plan
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import simulate
 from tests.synthetic import chain, hourglass, random_dag, residual_blocks
 from tests.test_planners import best_seconds, brute_force
 

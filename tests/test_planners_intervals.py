@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from fxmem.planners import intervals, mincut
+from fxmem.ir import GraphProfile, Plan
+from fxmem.planners import mincut, segment_dp
 from fxmem.planners.cuts import spans_of
-from fxmem.planners.frontier import Clock
-from fxmem.planners.parts import Parter
-from fxmem.simulate import simulate, tables_of
-from fxmem.types import GraphProfile, Plan
+from fxmem.planners.pareto import Clock
+from fxmem.planners.segments import Parter
+from fxmem.planners.simulate import simulate, tables_of
 from tests.synthetic import chain, random_dag, residual_blocks
 
 
 @pytest.mark.parametrize("profile", [chain(60, nbytes=4, grad_bytes=1), residual_blocks(6)], ids=["chain", "blocks"])
 def test_the_program_predicts_what_the_simulator_says_where_backwards_nest(profile: GraphProfile) -> None:
     spans = spans_of(profile)
-    for cuts, reach in intervals.thinnings(spans):
-        program = intervals.Program(Parter(profile, spans, cuts), reach, {}, Clock(60.0))
+    for cuts, reach in segment_dp.thinnings(spans):
+        program = segment_dp.Program(Parter(profile, spans, cuts), reach, {}, Clock(60.0))
         for index in program.spread(20):
-            limits = intervals.limits_of(profile, program.options(index))
+            limits = segment_dp.limits_of(profile, program.options(index))
             timeline = simulate(profile, Plan("intervals", limits))
             assert timeline.recompute_seconds == pytest.approx(float(program.levels[0].seconds[index]))
             assert timeline.peak_bytes == int(program.levels[0].high_bytes[index])
@@ -28,10 +28,10 @@ def test_the_program_predicts_what_the_simulator_says_where_backwards_nest(profi
 def test_equal_blocks_share_their_options() -> None:
     profile = residual_blocks(12)
     spans = spans_of(profile)
-    cuts, reach = next(iter(intervals.thinnings(spans)))
+    cuts, reach = next(iter(segment_dp.thinnings(spans)))
     parter = Parter(profile, spans, cuts)
     known: dict = {}
-    intervals.Program(parter, reach, known, Clock(60.0))
+    segment_dp.Program(parter, reach, known, Clock(60.0))
     num_parts = sum(min(reach, parter.num_cells - first) for first in range(parter.num_cells))
     assert len(known) < num_parts / 2
 

@@ -13,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fxmem.capture import capture
-from fxmem.captured import Inputs
-from fxmem.check import check_plan
-from fxmem.planners import PLANNERS, cheapest_within
-from fxmem.planners.gap import with_bounds
-from fxmem.profile import profile
-from fxmem.simulate import simulate
-from fxmem.timing import PRESETS
-from fxmem.types import FrontierPoint, GraphProfile
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.ir import FrontierPoint, GraphProfile
+from fxmem.planners.bound import with_bounds
+from fxmem.planners.pareto import cheapest_within
+from fxmem.planners.plan_check import check_plan
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import simulate
+from fxmem.profiling.profile import profile
+from fxmem.profiling.roofline import PRESETS
 from tests.synthetic import random_dag
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from fxmem.planners import PLANNERS
-from fxmem.planners.resume import Base, Bases, Resumed
-from fxmem.simulate import Run, Tables, tables_of
-from fxmem.types import KEEP, GraphProfile
+from fxmem.ir import KEEP, GraphProfile
+from fxmem.planners.incremental import Base, Bases, Resumed
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import Run, Tables, tables_of
 from tests.synthetic import hourglass, random_dag, random_limits, residual_blocks
 
 Limits = tuple[int, ...]

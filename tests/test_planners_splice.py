@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from fxmem.planners import auto
-from fxmem.planners.frontier import Clock, Front, live, pareto
-from fxmem.planners.splice import _pairs, splice
-from fxmem.simulate import Run, drop_all, keep_all, simulate, tables_of
-from fxmem.types import FrontierPoint, GraphProfile, Plan
+from fxmem.ir import FrontierPoint, GraphProfile, Plan
+from fxmem.planners import portfolio
+from fxmem.planners.pareto import Clock, Front, live, pareto
+from fxmem.planners.path_relinking import _pairs, splice
+from fxmem.planners.simulate import Run, drop_all, keep_all, simulate, tables_of
 from tests.synthetic import hourglass, random_dag, random_limits, residual_blocks
 
 
@@ -84,9 +84,9 @@ def test_a_run_is_given_up_only_if_the_front_beats_it(seed: int) -> None:
 def test_the_area_below_a_staircase_is_that_of_its_steps() -> None:
     plan = Plan("p", ())
     points = [FrontierPoint(plan, peak, seconds) for peak, seconds in ((800, 0.0), (400, 2.0), (100, 3.0))]
-    assert auto._area(points, points) == pytest.approx(math.log(2) * 2.0 + math.log(4) * 3.0)
-    assert auto._area([*points, FrontierPoint(plan, 50, 99.0)], points) == auto._area(points, points)
-    assert auto._area(points[:1], points[:1]) == 0.0
+    assert portfolio._area(points, points) == pytest.approx(math.log(2) * 2.0 + math.log(4) * 3.0)
+    assert portfolio._area([*points, FrontierPoint(plan, 50, 99.0)], points) == portfolio._area(points, points)
+    assert portfolio._area(points[:1], points[:1]) == 0.0
 
 
 @pytest.mark.parametrize("profile", [residual_blocks(12), hourglass(8)], ids=["blocks", "hourglass"])
@@ -96,7 +96,7 @@ def test_improving_and_splicing_in_turn_goes_on_as_long_as_it_helps(
     points = pareto(judged(profile, make(profile)) for make in (keep_all, drop_all))
     areas = []
     for most_turns in (1, 2, 6):
-        monkeypatch.setattr(auto, "MOST_TURNS", most_turns)
-        found = auto._polished(profile, points, 60, Clock(60.0))
-        areas.append(auto._area(found, points))
+        monkeypatch.setattr(portfolio, "MOST_TURNS", most_turns)
+        found = portfolio._polished(profile, points, 60, Clock(60.0))
+        areas.append(portfolio._area(found, points))
     assert areas[0] > areas[1] >= areas[2]

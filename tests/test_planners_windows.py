@@ -6,12 +6,13 @@ import random
 
 import pytest
 
-from fxmem.planners import PLANNERS, cheapest_within, windows
-from fxmem.planners.frontier import Clock, judge, pareto
+from fxmem.ir import FrontierPoint, GraphProfile
+from fxmem.planners import neighbourhood_search
 from fxmem.planners.ilp import best_limits
-from fxmem.planners.windows import rechoose
-from fxmem.simulate import drop_all, keep_all
-from fxmem.types import FrontierPoint, GraphProfile
+from fxmem.planners.neighbourhood_search import rechoose
+from fxmem.planners.pareto import Clock, cheapest_within, judge, pareto
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import drop_all, keep_all
 from tests.synthetic import hourglass, random_dag, random_limits, residual_blocks
 
 
@@ -73,7 +74,7 @@ def test_windows_make_plans_cheaper_and_are_judged(profile: GraphProfile) -> Non
 def test_wider_windows_go_on_where_narrow_ones_helped(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = hourglass(5)
     wide = rechoose(profile, _ends(profile), num_windows=40, clock=Clock(60.0))
-    monkeypatch.setattr(windows, "WIDER", ())
+    monkeypatch.setattr(neighbourhood_search, "WIDER", ())
     narrow = rechoose(profile, _ends(profile), num_windows=40, clock=Clock(60.0))
     assert wide[-1].peak_bytes == narrow[-1].peak_bytes
     assert wide[-1].recompute_seconds < 0.95 * narrow[-1].recompute_seconds < 0.9 * _ends(profile)[-1].recompute_seconds

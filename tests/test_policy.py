@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 import fxmem
-from fxmem import cache
-from fxmem.capture import capture
-from fxmem.captured import Inputs
-from fxmem.check import check_plan
-from fxmem.planners import PLANNERS, stored
-from fxmem.policy import check_policy, constrain, enforce, op_name
-from fxmem.profile import profile
-from fxmem.simulate import drop_all, keep_all, simulate
-from fxmem.timing import PRESETS
-from fxmem.types import KEEP, GraphProfile, Plan
+from fxmem import disk_cache
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.ir import KEEP, GraphProfile, Plan
+from fxmem.planners import frontier_cache
+from fxmem.planners.plan_check import check_plan
+from fxmem.planners.policy import check_policy, constrain, enforce, op_name
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import drop_all, keep_all, simulate
+from fxmem.profiling.profile import profile
+from fxmem.profiling.roofline import PRESETS
 from tests.synthetic import Op, build, chain, random_dag
 
 
@@ -173,35 +174,35 @@ def place(tmp_path, monkeypatch):
 def test_a_frontier_comes_back_as_it_was(place) -> None:
     graph = random_dag(1, 12)
     points = PLANNERS["intervals"](graph, seconds=20.0)
-    assert stored.load(graph, "intervals", 20.0) is None
-    stored.store(graph, "intervals", 20.0, points)
-    assert stored.load(graph, "intervals", 20.0) == points
-    assert stored.load(graph, "auto", 20.0) is None
-    assert stored.load(random_dag(2, 12), "intervals", 20.0) is None
+    assert frontier_cache.load(graph, "intervals", 20.0) is None
+    frontier_cache.store(graph, "intervals", 20.0, points)
+    assert frontier_cache.load(graph, "intervals", 20.0) == points
+    assert frontier_cache.load(graph, "auto", 20.0) is None
+    assert frontier_cache.load(random_dag(2, 12), "intervals", 20.0) is None
 
 
 @pytest.mark.parametrize(
     "harm", [lambda b: b[:-3], lambda b: b"", lambda b: b[:70] + b"x" + b[71:], lambda b: b"x" * 90]
 )
 def test_a_harmed_file_is_as_good_as_none(place, harm) -> None:
-    cache.write("test", "key", "text" * 50)
-    assert cache.read("test", "key") == "text" * 50
+    disk_cache.write("test", "key", "text" * 50)
+    assert disk_cache.read("test", "key") == "text" * 50
     (file,) = place.iterdir()
     file.write_bytes(harm(file.read_bytes()))
-    assert cache.read("test", "key") is None
+    assert disk_cache.read("test", "key") is None
 
 
 def test_a_directory_that_cannot_be_written_does_no_harm(tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FXMEM_CACHE", "1")
     monkeypatch.setenv("FXMEM_CACHE_DIR", str(tmp_path / "file" / "below"))
-    cache.write("test", "key", "text")
-    assert cache.read("test", "key") is None
+    disk_cache.write("test", "key", "text")
+    assert disk_cache.read("test", "key") is None
 
 
 def test_the_cache_can_be_switched_off(place, monkeypatch) -> None:
     monkeypatch.setenv("FXMEM_CACHE", "0")
-    cache.write("test", "key", "text")
+    disk_cache.write("test", "key", "text")
     assert not place.exists()
     monkeypatch.setenv("FXMEM_CACHE", "1")
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -231,10 +232,10 @@ def test_what_fits_as_it_is_is_not_planned(monkeypatch) -> None:
 
 
 def test_the_oldest_files_go_first(place, monkeypatch) -> None:
-    monkeypatch.setattr(cache, "MOST_FILES", 3)
+    monkeypatch.setattr(disk_cache, "MOST_FILES", 3)
     for key in "abcde":
-        cache.write("test", key, key)
-    assert [cache.read("test", key) for key in "de"] == ["d", "e"]
+        disk_cache.write("test", key, key)
+    assert [disk_cache.read("test", key) for key in "de"] == ["d", "e"]
     assert len(list(place.iterdir())) == 3
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import fxmem
+from fxmem.ir import Phase
 from fxmem.report.graph import collapsed
 from fxmem.report.plots import curve_of, phases_of
-from fxmem.types import Phase
 
 
 class Block(nn.Module):

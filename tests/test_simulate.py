@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from fxmem.simulate import drop_all, keep_all, simulate
-from fxmem.types import KEEP, GraphProfile, Plan
+from fxmem.ir import KEEP, GraphProfile, Plan
+from fxmem.planners.simulate import drop_all, keep_all, simulate
 from tests.synthetic import Op, build, chain, hourglass, random_dag, random_limits, residual_blocks
 
 

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.capture import capture
-from fxmem.captured import Inputs
-from fxmem.measure import with_times_like
-from fxmem.planners import PLANNERS, cheapest_within
-from fxmem.profile import profile
-from fxmem.simulate import simulate
-from fxmem.sizes import MOST_WORSE, Planned, counterparts, of_same_graph, taken_over
-from fxmem.timing import PRESETS
-from fxmem.types import GraphProfile
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.ir import GraphProfile
+from fxmem.planners.pareto import cheapest_within
+from fxmem.planners.plan_transfer import MOST_WORSE, Planned, counterparts, of_same_graph, taken_over
+from fxmem.planners.registry import PLANNERS
+from fxmem.planners.simulate import simulate
+from fxmem.profiling.op_benchmark import with_times_like
+from fxmem.profiling.profile import profile
+from fxmem.profiling.roofline import PRESETS
 from tests.exactness import differences, run
 from tests.synthetic import chain, hourglass, residual_blocks
 

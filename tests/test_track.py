@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import fxmem
-from fxmem.step import run_step
-from fxmem.types import Phase
+from fxmem.ir import Phase
+from fxmem.profiling.training_step import run_step
 
 
 def test_views_weigh_nothing_and_storages_count_until_freed() -> None:

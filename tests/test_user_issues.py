@@ -17,9 +17,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fxmem
 from benchmarks.libraries import import_library
-from fxmem.module import OptimizedModule
-from fxmem.simulate import drop_all
-from fxmem.step import run_step
+from fxmem.api.module import OptimizedModule
+from fxmem.planners.simulate import drop_all
+from fxmem.profiling.training_step import run_step
 from tests.exactness import check, on_the_way, same_bits, tightest
 
 WIDTH = 16

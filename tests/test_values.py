@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.capture import capture
-from fxmem.captured import Inputs
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
 from tests import zoo
 from tests.exactness import check, differences, run
 
@@ -59,7 +59,7 @@ def test_an_optimized_model_goes_the_way_its_inputs_say() -> None:
 def test_other_sizes_of_one_way_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     optimized = fxmem.optimize(Masked(), planner="chen")
     captures = []
-    for place in ("fxmem.plans.capture", "fxmem.parts.capture"):
+    for place in ("fxmem.api.compile_cache.capture", "fxmem.capture.advice.capture"):
         monkeypatch.setattr(place, lambda *args: captures.append(1) or capture(*args))
     for rows in (4, 6, 9, 12):
         optimized(torch.randn(rows, WIDTH), masks(rows)[0]).sum().backward()

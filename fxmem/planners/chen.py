@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.planners.cuts import Spans, local_minima, nested_limits, segment_limits, spans_of
-from fxmem.planners.frontier import Clock, judge_all
-from fxmem.simulate import keep_all
-from fxmem.types import FrontierPoint, GraphProfile
+from fxmem.planners.pareto import Clock, judge_all
+from fxmem.planners.simulate import keep_all
 
 NUM_BYTE_LIMITS = 24
 """How many values of Algorithm 3's parameter are tried; a third of it on graphs of more than ``LONG`` recipes."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxmem.types import KEEP, GraphProfile
+from fxmem.ir import KEEP, GraphProfile
 
 
 @dataclass(frozen=True, slots=True)

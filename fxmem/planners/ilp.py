@@ -2,8 +2,8 @@
 
 In: a profile, a budget, a time limit. Out: an :class:`Optimum`: the best schedule's seconds and the bound proved. The
 program is that of Jain et al. 2020 (arXiv:1910.02653; numbers in brackets are its equations), stated for this runtime
-(:mod:`fxmem.simulate`), which makes it far smaller: a forward happens once, what is refilled stays, and only the first
-unpacking of a storage can start a recomputation. Solved by HiGHS through :func:`scipy.optimize.milp`.
+(:mod:`fxmem.planners.simulate`), which makes it far smaller: a forward happens once, what is refilled stays, and only
+the first unpacking of a storage can start a recomputation. Solved by HiGHS through :func:`scipy.optimize.milp`.
 
 Legend (the paper's letters where it has one). Stages t: 0 is the forward, then one for the first unpacking of each
 storage that may be dropped. F[t, s]: storage s is full after stage t (the paper's S, but never falling; F[0, s]: kept).
@@ -22,10 +22,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fxmem.planners.events import Events, events_of, holders_of
+from fxmem.ir import KEEP, GraphProfile
+from fxmem.planners.lifetimes import Events, events_of, holders_of
 from fxmem.planners.milp import ONE, ZERO, Expression, Milp, Optimum, minus, plus, term
-from fxmem.simulate import NO_RECIPE, Tables, tables_of
-from fxmem.types import KEEP, GraphProfile
+from fxmem.planners.simulate import NO_RECIPE, Tables, tables_of
 
 
 def optimum(

@@ -28,10 +28,10 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
+from fxmem.ir import KEEP, FrontierPoint, GraphProfile
 from fxmem.planners.flow import SINK, SOURCE, Flow
-from fxmem.planners.frontier import Clock, judge_all
-from fxmem.simulate import NO_RECIPE, Tables, tables_of
-from fxmem.types import KEEP, FrontierPoint, GraphProfile
+from fxmem.planners.pareto import Clock, judge_all
+from fxmem.planners.simulate import NO_RECIPE, Tables, tables_of
 
 FLOW_UNITS = 10**9
 """Seconds of all recipes together, in units of flow: an integer below 2^31, fine enough to tell costs apart."""

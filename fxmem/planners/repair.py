@@ -1,9 +1,9 @@
 """Plans for one budget, made from plans that exceed it: near the floor, where many ticks have nearly the same peak.
 
 In: a profile, a budget, limits to start from. Out: limits that fit, if it gets there. The local search of
-:mod:`fxmem.planners.search` sees the highest tick only, so where several blocks peak alike no single move helps it. Here
-the measure is the *excess*: the sum over all moments of the bytes above the budget. A step takes the move that lowers it
-most for each second; once nothing is left of it, storages are kept again as far as the budget allows.
+:mod:`fxmem.planners.local_search` sees the highest tick only, so where several blocks peak alike no single move helps
+it. Here the measure is the *excess*: the sum over all moments of the bytes above the budget. A step takes the move that
+lowers it most for each second; once nothing is left of it, storages are kept again as far as the budget allows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fxmem.planners.events import events_of
-from fxmem.planners.frontier import MOST_RERUNS, Limits
-from fxmem.planners.resume import Bases, Resumed
-from fxmem.planners.search import reached_positions
-from fxmem.simulate import NO_RECIPE, Tables
-from fxmem.types import KEEP
+from fxmem.ir import KEEP
+from fxmem.planners.incremental import Bases, Resumed
+from fxmem.planners.lifetimes import events_of
+from fxmem.planners.local_search import reached_positions
+from fxmem.planners.pareto import MOST_RERUNS, Limits
+from fxmem.planners.simulate import NO_RECIPE, Tables
 
 NUM_MOVES = 12
 """Moves tried at one step, ..."""

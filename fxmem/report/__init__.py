@@ -1,5 +1,1 @@
-"""What a person reads: tables of a plan and of where memory goes."""
-
-from fxmem.report.text import Report, build_report
-
-__all__ = ["Report", "build_report"]
+"""What people and tools read: texts, tables, pictures, traces."""

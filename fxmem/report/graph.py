@@ -14,8 +14,8 @@ from typing import Any
 
 import networkx
 
+from fxmem.ir import KEEP, GraphProfile, Plan
 from fxmem.report.plots import _done, pyplot
-from fxmem.types import KEEP, GraphProfile, Plan
 
 KEPT_COLOUR, DROPPED_COLOUR, EMPTY_COLOUR = "#1d6fb8", "#f28e2b", "#dfe3e8"
 MOST_GROUPS = 45

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
+from fxmem.ir import Timeline
 from fxmem.report.plots import BUDGET_COLOUR, EAGER_COLOUR, PHASE_COLOURS, PLAN_COLOUR, curve_of, phases_of
-from fxmem.types import Timeline
 
 WIDTH, HEIGHT, TOP = 560, 190, 16
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from fxmem.types import Phase, Timeline
+from fxmem.ir import Phase, Timeline
 
 EAGER_COLOUR, PLAN_COLOUR, RECOMPUTE_COLOUR, BUDGET_COLOUR = "#8d99ae", "#1d6fb8", "#f28e2b", "#c1121f"
 PHASE_COLOURS = {Phase.FORWARD: "#e8f1fa", Phase.LOSS: "#fdf1d6", Phase.BACKWARD: "#eaf6ea", Phase.OPTIMIZER: "#f3eafa"}

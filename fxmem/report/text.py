@@ -11,13 +11,13 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fxmem.cuda import AllocatorPeaks
 from fxmem.errors import unit_of
+from fxmem.ir import FrontierPoint, GraphProfile, InplaceDecision, StaticBytes, Timeline, Verification
+from fxmem.planners.simulate import keep_all, simulate
+from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.report.graph import GraphNode, draw_graph, graph_nodes
 from fxmem.report.html import report_html, timeline_svg
 from fxmem.report.plots import plot_memory
-from fxmem.simulate import keep_all, simulate
-from fxmem.types import FrontierPoint, GraphProfile, InplaceDecision, StaticBytes, Timeline, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Report:
     inplace: tuple[InplaceDecision, ...]
     """What was decided of each op that has an in-place form."""
     cuda: AllocatorPeaks | None
-    """On CUDA: what the caching allocator makes of the emitted module's step (:mod:`fxmem.cuda`)."""
+    """On CUDA: what the caching allocator makes of the emitted module's step (:mod:`fxmem.profiling.caching_allocator`)."""
     timeline: Timeline = field(repr=False)
     """Live bytes over the step under the plan."""
     eager_timeline: Timeline = field(repr=False)

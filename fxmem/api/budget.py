@@ -1,0 +1,76 @@
+"""Budgets as users write them, in bytes; with none, what a CUDA device has free."""
+
+from __future__ import annotations
+
+import math
+import re
+from numbers import Real
+from typing import Any
+
+import torch
+
+from fxmem.errors import BudgetError
+from fxmem.profiling.caching_allocator import cublas_workspace_bytes
+from fxmem.profiling.storage_tracker import tensors_of
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{infix}b": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
+}
+
+
+def parse_budget(
+    budget_gb: float | None, budget: float | str | None, model: torch.nn.Module, *others: Any
+) -> int | None:
+    """Return the budget in bytes, or None for no bound; ``others``: what else a step counts that may be there already.
+
+    Errors: ``BudgetError``.
+    """
+    if budget_gb is not None and budget is not None:
+        raise BudgetError("pass budget_gb or budget, not both")
+    if budget_gb is not None:
+        return parse_gigabytes(budget_gb)
+    if budget is not None:
+        return parse_bytes(budget)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda" and torch.cuda.is_available():
+        return _free_bytes(device, (model, *others))
+    return None
+
+
+def _free_bytes(device: torch.device, holders: Any) -> int:
+    """Return what a step with the tensors of ``holders`` may take on a CUDA device: all that is free there or held by
+    PyTorch's allocator, but for other tensors and the two workspaces of cuBLAS."""
+    own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(holders) if t.device == device}
+    foreign_bytes = max(0, torch.cuda.memory_allocated(device) - sum(own.values()))
+    held_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return held_bytes - foreign_bytes - 2 * cublas_workspace_bytes(torch.cuda.get_device_capability(device))
+
+
+def parse_gigabytes(budget_gb: float) -> int:
+    """Return ``budget_gb`` (10^9 bytes each) in bytes. Errors: ``BudgetError``."""
+    if isinstance(budget_gb, bool) or not isinstance(budget_gb, int | float):
+        raise BudgetError(f"budget_gb must be a number of GB (10^9 bytes), not {budget_gb!r}")
+    if not math.isfinite(budget_gb) or budget_gb <= 0:
+        raise BudgetError(f"budget_gb must be above 0 and finite, not {budget_gb!r}; leave it out for no bound")
+    return int(budget_gb * 1e9)
+
+
+def parse_bytes(budget: float | str) -> int:
+    """Return ``budget``, a whole number of bytes or a text such as "24GiB" or "800 MB", in bytes.
+
+    Errors: ``BudgetError``.
+    """
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b?)\s*", budget.lower())
+        if match is None or match[2] not in _UNITS:
+            raise BudgetError(f'budget {budget!r} is not a size; write bytes or, say, "24GiB" or "800MB"')
+        nbytes = int(float(match[1]) * _UNITS[match[2]])
+    elif isinstance(budget, bool) or not isinstance(budget, Real) or budget != budget // 1:
+        raise BudgetError(f'budget must be a whole number of bytes or a text like "24GiB", not {budget!r}')
+    else:
+        nbytes = int(budget)
+    if nbytes <= 0:
+        raise BudgetError(f"budget must be above 0 bytes, not {budget!r}; leave it out for no bound")
+    return nbytes

@@ -1,0 +1,1 @@
+"""A model and its example inputs in, a guarded and validated ATen graph out."""

@@ -1,0 +1,92 @@
+"""Other batch sizes of one captured graph: which dimensions vary, inputs of another size, the largest that fits.
+
+A graph captured with symbolic dimensions serves every size; each size gets a profile and a plan of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxmem.capture.graph import Dims, Inputs
+from fxmem.errors import InputError
+from fxmem.fake.fake_tensors import FakeWorld
+
+
+def batch_dims(inputs: Inputs) -> Dims:
+    """Return the batch dimension: dimension 0 of each tensor that is as long there as the first one.
+
+    Errors: ``InputError`` if there is none, or its size is 1 (which torch.export cannot keep symbolic).
+    """
+    tensors = [(i, leaf) for i, leaf in enumerate(inputs.leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not tensors:
+        raise InputError("the example holds no tensor with a batch dimension")
+    size = tensors[0][1].shape[0]
+    if size < 2:
+        raise InputError("the example's batch size is 1; use an example of 2 or more to ask for other sizes")
+    return frozenset((i, 0) for i, leaf in tensors if leaf.shape[0] == size)
+
+
+def varying_dims(one: Inputs, other: Inputs) -> Dims:
+    """Return the (leaf, dimension) pairs in which two calls of the same ranks differ."""
+    return frozenset(
+        (i, d)
+        for i, (a, b) in enumerate(zip(one.leaves, other.leaves, strict=True))
+        if isinstance(a, torch.Tensor)
+        for d in range(a.dim())
+        if a.shape[d] != b.shape[d]
+    )
+
+
+def resized(inputs: Inputs, dims: Dims, size: int) -> Inputs:
+    """Return ``inputs`` with ``size`` entries in the dimensions ``dims``: integers and bools repeated, for a model may look
+    at their values, all else as fakes."""
+    world = FakeWorld(inputs.leaves)
+    leaves = list(inputs.leaves)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.is_floating_point() or leaf.is_complex():
+            shape = [size if (i, d) in dims else n for d, n in enumerate(leaf.shape)]
+            with world.mode:
+                leaves[i] = torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+        else:
+            for d, n in enumerate(leaf.shape):
+                if (i, d) in dims:
+                    leaves[i] = leaves[i].index_select(d, torch.arange(size, device=leaf.device) % n)
+    return Inputs(tuple(leaves), inputs.spec)
+
+
+def without_values(inputs: Inputs) -> Inputs:
+    """Return ``inputs`` with fakes for its tensors: all that a captured graph is profiled by."""
+    world = FakeWorld(inputs.leaves)
+    return Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+
+
+def largest_batch(peak_bytes: Callable[[int], int], budget_bytes: int, limit: int = 1 << 24) -> int:
+    """Return the largest size up to ``limit`` whose peak is within ``budget_bytes``, given that peaks grow with sizes.
+
+    0 or 1 is returned if not even 2 fit. Peaks are nearly affine in the size, so the next size asked about is where a line
+    through known ones meets the budget; every third time it is the middle, should they be anything but.
+    """
+    known: dict[int, int] = {}
+    low, high, size = 0, limit + 1, 2
+    while high - low > 1:
+        known[size] = peak_bytes(size)
+        low, high = (size, high) if known[size] <= budget_bytes else (low, size)
+        halve = high <= limit and len(known) % 3 == 0
+        size = (low + high) // 2 if halve else min(max(_met_at(known, budget_bytes), low + 1), high - 1)
+    return low
+
+
+def _met_at(known: dict[int, int], budget_bytes: int) -> int:
+    """Return the size at which the line through the two known peaks nearest to the budget meets it; twice the largest
+    where there is no rising line."""
+    nearest = sorted(known, key=lambda size: abs(known[size] - budget_bytes))[:2]
+    one, other = min(nearest), max(nearest)
+    rise = known[other] - known[one]
+    if rise <= 0:
+        return 2 * max(known)
+    return one + (budget_bytes - known[one]) * (other - one) // rise

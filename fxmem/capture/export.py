@@ -1,0 +1,441 @@
+"""nn.Module and example inputs in, a flat torch.fx graph of ATen calls before autograd out.
+
+The front end is ``torch.export.export(strict=False)``: linear, layer_norm, attention, batch_norm and dropout stay whole,
+so autograd and autocast run through the captured graph as through the model. The graph is flattened (leaf inputs to
+leaf outputs) and its parameters, the very same objects under the same names, are read where they are first used.
+
+Not kept by the front end: the backward of a custom ``autograd.Function`` and hooks set inside forward. These calls
+become opaque nodes (:mod:`fxmem.capture.opaque_calls`), and what was captured is checked (:mod:`fxmem.capture.validate`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.export._trace
+from torch import fx
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
+
+from fxmem.capture.frozen_norms import with_frozen_norms
+from fxmem.capture.graph import Captured, Dims, Inputs, SizeGuards, source_of, with_unused_state
+from fxmem.capture.opaque_calls import Opaque, kept_whole, opaque_call
+from fxmem.capture.pytrees import outputs_looked_into
+from fxmem.capture.validate import check_faithful
+from fxmem.capture.value_guards import KnownValues, Read, answered, places_of, seeing_values
+from fxmem.errors import CaptureError, InputError, chain_of, first_lines, raised_in
+from fxmem.fake.fake_tensors import FakeWorld, attributes_restored, check_device, no_value_checks
+from fxmem.fake.modes import DataRead, FewLooks, MemoryLooks, TooManyLooks
+from fxmem.fake.python_state import tensors_restored
+from fxmem.runtime.autocast import Autocast
+from fxmem.runtime.backend_flags import NOTED, noted_in_nodes
+from fxmem.runtime.scoped_ops import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
+from fxmem.torch_patches import grouped_matmuls, replaced
+
+aten = torch.ops.aten
+
+
+def _autocast_device(graph_module: fx.GraphModule) -> str | None:
+    """Return the device type of the autocast regions inside ``graph_module``, if there are any."""
+    autocasts = (region_of(node.target).autocasts for node in graph_module.graph.nodes)
+    return next((of_node[0][0] for of_node in autocasts if of_node), None)
+
+
+def capture(
+    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None = None, dynamic: Dims = frozenset()
+) -> Captured:
+    """Return the checked graph of ``model`` called with ``inputs`` in its present training mode.
+
+    ``dynamic``: dimensions that stay symbolic, so that the graph serves other sizes of them. Errors: ``InputError`` if
+    the model does not take such arguments, ``CaptureError`` when it cannot be captured, when its graph would give other
+    gradients, or when it is tied to the size of a dynamic dimension.
+    """
+    args, kwargs = inputs.call()
+    _check_arguments(model, args, kwargs)
+    _check_parameters(model)
+    for tensor in (*model.parameters(), *model.buffers(), *inputs.leaves):
+        if isinstance(tensor, torch.Tensor):
+            check_device(tensor.device)
+            _check_dense(model, tensor)
+    with tensors_restored(model) as written:
+        captured = _captured(model, inputs, autocast, dynamic)
+    if written:
+        raise CaptureError(
+            f"{type(model).__name__} writes in forward to the tensor {written[0]}, which is no buffer; a captured graph "
+            "would take it for a constant. Make it one (register_buffer, persistent=False if no state_dict is to have it)."
+        )
+    return captured
+
+
+def _captured(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims) -> Captured:
+    try:
+        with attributes_restored(model), kept_whole(model) as opaques:
+            module, reads, conditions = _exported(model, inputs, autocast, dynamic)
+    except CaptureError:
+        raise
+    except Exception as error:
+        own = _own_error(model, inputs, autocast)
+        if own is not None:
+            raise InputError(
+                f"{type(model).__name__} does not take these arguments, without fxmem either, as a run on fake tensors "
+                f"shows: {type(own).__name__}: {first_lines(own)}"
+            ) from own
+        place = raised_in(error, model.named_modules())
+        raise CaptureError(
+            f"{type(model).__name__} could not be captured by torch.export{place}: {_cause(error)}"
+        ) from error
+    assert module._out_spec is not None
+    graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
+    parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
+    guards = SizeGuards(conditions, inspect.signature(model.forward)) if dynamic else None
+    if _has_places(graph_module):
+        reads += tuple(places_of(inputs.leaves))
+    captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device, reads, guards)
+    _check_scalars(model, captured)
+    _check_recurrent(model, captured)
+    _check_dynamic(model, captured)
+    check_faithful(model, captured, inputs)
+    return captured
+
+
+def _check_parameters(model: torch.nn.Module) -> None:
+    """Errors: ``InputError`` if what stands for a parameter is none, or has a gradient of a shape it had before."""
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            where = f"{path}.{name}" if path else name
+            if parameter is None:
+                continue
+            if not isinstance(parameter, torch.nn.Parameter):
+                raise InputError(
+                    f"{where} is a plain tensor where a parameter was, as torch.func.functional_call leaves it: give it "
+                    "torch.nn.Parameter objects, or call the unoptimized model, model.original"
+                )
+            if parameter.grad is not None and parameter.grad.shape != parameter.shape:
+                raise InputError(
+                    f"the gradient of {where} has shape {tuple(parameter.grad.shape)}, the parameter itself "
+                    f"{tuple(parameter.shape)}: call zero_grad() after a parameter is resized"
+                )
+
+
+_OF_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException, torch.jit.Error)
+
+
+def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> Exception | None:
+    """Return what the model raises when it is merely run on fakes of these arguments; None where that may be fakes' fault:
+    where it looked at values, which these do not have, or where an op has none for fakes."""
+    world = FakeWorld(inputs.leaves)
+    fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
+    args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
+    region = autocast.enter() if autocast else nullcontext()
+    on_fakes = attributes_restored(model), world.state_of(model), world.active(model)
+    try:
+        with ExitStack() as stack:
+            for context in (*on_fakes, region, seeing_values(inputs.leaves, fakes), quiet()):
+                stack.enter_context(context)
+            stack.enter_context(FewLooks())
+            memory = stack.enter_context(MemoryLooks())
+            model(*args, **kwargs)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        of_fakes = isinstance(error, _OF_FAKES) or "fake" in str(error).lower()
+        return None if memory.any or of_fakes else error
+    except (Exception, TooManyLooks):
+        return None
+    return None
+
+
+def _check_dense(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"{type(model).__name__} takes or holds a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)}, "
+            "whose memory cannot be told on fakes. Pass its indices and values and multiply by index_add, make it dense, "
+            "or optimize the parts of the model that do not use it"
+        )
+
+
+def fitting(captured: Captured, model: torch.nn.Module, inputs: Inputs) -> Captured:
+    """Return ``captured`` if it is the graph of ``model`` for the sizes of ``inputs``, else that of these sizes."""
+    return captured if captured.fits(inputs) else capture(model, inputs, captured.autocast)
+
+
+_planning = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _planning
+    _planning = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # another thread's lock would never be released in the child
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+@contextmanager
+def as_in_training() -> Iterator[None]:
+    """Plan in the body as for a training call, whatever grad mode there is around; one thread at a time, as capturing
+    exchanges functions of torch for a while (so does torch.export). Anomaly mode, which looks at values, is off, and so is
+    the cache of parametrizations, which would have fakes in it later. So are hooks on saved tensors that are set around the
+    call: fakes are none of theirs."""
+    with (
+        _planning,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),
+        replaced(parametrize, "_cache_enabled", 0),
+        _without_hooks_on_saved_tensors(),
+    ):
+        yield
+
+
+@contextmanager
+def _without_hooks_on_saved_tensors() -> Iterator[None]:
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _exported(
+    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims
+) -> tuple[fx.GraphModule, tuple[Read, ...], tuple[str, ...]]:
+    """Export ``model`` along the branches it takes in eager mode; if these cannot be exported, along its own for export.
+
+    Returned with it: what the model read of the inputs' values on its way, and the sizes' conditions.
+    """
+    args, kwargs = inputs.call()
+    shapes = _dynamic_shapes(model, inputs, dynamic)
+
+    def export(values: KnownValues | None) -> tuple[fx.GraphModule, tuple[Read, ...], tuple[str, ...]]:
+        region = autocast.enter() if autocast else nullcontext()
+        scope = nullcontext() if values is None else _as_if_eager(model, values)
+        with (
+            attributes_restored(model),
+            region,
+            no_value_checks(),
+            grouped_matmuls(),
+            scope,
+            outputs_looked_into(model),
+            DataRead(),
+            quiet(),
+            _regions_left(),
+            noted_in_nodes(model),
+        ):
+            exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
+        reads = () if values is None else tuple(values.reads)
+        return exported.module(check_guards=False), reads, tuple(getattr(exported, "_guards_code", ()))
+
+    for values in (KnownValues(inputs.leaves, numbers=False), KnownValues(inputs.leaves)):
+        try:
+            return export(values)
+        except CaptureError:
+            raise
+        except Exception:
+            if not values.followed_any:
+                break
+    return export(None)
+
+
+def _has_places(graph_module: fx.GraphModule) -> bool:
+    """True if ops are told, as a constant, where on a storage to begin: that of an input may be otherwise next time."""
+    return any(node.target is aten.as_strided.default and len(node.args) > 3 for node in graph_module.graph.nodes)
+
+
+def _check_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"{type(model).__name__}.forward does not take these arguments: {error}") from error
+
+
+def _dynamic_shapes(model: torch.nn.Module, inputs: Inputs, dynamic: Dims) -> dict[str, Any] | None:
+    """Return ``dynamic`` as torch.export wants it: by argument name, in the shape of the arguments."""
+    if not dynamic:
+        return None
+    leaves = []
+    for i, leaf in enumerate(inputs.leaves):
+        dims = {d: torch.export.Dim.AUTO for j, d in dynamic if j == i}
+        leaves.append(dims if isinstance(leaf, torch.Tensor) else None)
+    args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+
+
+def _check_dynamic(model: torch.nn.Module, captured: Captured) -> None:
+    """torch.export quietly fixes a dimension the model's code is tied to; say so."""
+    placeholders = [node for node in captured.graph_module.graph.nodes if node.op == "placeholder"]
+    for i, d in sorted(captured.dynamic):
+        if isinstance(placeholders[i].meta["val"].shape[d], int):
+            raise CaptureError(
+                f"{type(model).__name__} is tied to the size {placeholders[i].meta['val'].shape[d]} of dimension {d} of "
+                f"its input {placeholders[i].name}"
+            )
+
+
+def _check_scalars(model: torch.nn.Module, captured: Captured) -> None:
+    """A number read from a tensor is known only once the forward runs, so no plan can count on it."""
+    for node in captured.graph_module.graph.nodes:
+        if op_of(node.target) in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+            raise CaptureError(
+                f"{type(model).__name__} could not be captured: it reads a number from a tensor ({source_of(node)}). "
+                "Compute with the tensor itself instead of .item(), float() or int() of it."
+            )
+
+
+_RECURRENT = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
+
+
+def _check_recurrent(model: torch.nn.Module, captured: Captured) -> None:
+    """What cuDNN's recurrent layers save is not seen on fakes, and their dropout has a state that no re-run can restore."""
+    if not torch.backends.cudnn.enabled or not any(p.is_cuda for p in model.parameters()):
+        return
+    for node in captured.graph_module.graph.nodes:
+        if getattr(op_of(node.target), "overloadpacket", None) in _RECURRENT:
+            raise CaptureError(
+                f"{type(model).__name__} runs a recurrent layer in cuDNN ({source_of(node)}), and what cuDNN saves cannot "
+                "be predicted. Optimize the parts around it, or set torch.backends.cudnn.enabled = False, which is slower."
+            )
+
+
+@contextmanager
+def _as_if_eager(model: torch.nn.Module, values: KnownValues) -> Iterator[None]:
+    """Let the model take the branches it takes in eager mode, where it looks at values or asks if it is being compiled."""
+
+    compiler: Any = torch.compiler
+
+    def stand_in(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values.stand_in(Inputs.of(args, kwargs, model).leaves)
+        # What torch.compiler's functions answer where a model has them by other names; torch.export puts them back.
+        compiler._is_compiling_flag = compiler._is_exporting_flag = False
+
+    hook = model.register_forward_pre_hook(stand_in, prepend=True, with_kwargs=True)
+    try:
+        with (
+            replaced(compiler, "is_exporting", lambda: False),
+            replaced(compiler, "is_compiling", lambda: False),
+            answered(values),
+        ):
+            yield
+    finally:
+        hook.remove()
+
+
+def _flat(module: fx.GraphModule, model: torch.nn.Module, opaques: list[Opaque]) -> fx.GraphModule:
+    """Return ``module`` with leaf inputs and outputs, each op in its region, each parameter read just before its first
+    use."""
+    graph = fx.Graph()
+    attributes: dict[str, Any] = {}
+    env: dict[fx.Node, Any] = {}
+    region = Region()
+    entered: dict[fx.Node, AutocastArguments] = {}
+
+    def read(node: fx.Node) -> Any:
+        if node not in env:  # a get_attr node, read where it is first used
+            target = str(node.target)
+            attributes[target] = _attribute(model, module, target)
+            env[node] = graph.node_copy(node)
+        return env[node]
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = graph.node_copy(node)
+        elif node.op == "output":
+            graph.output(tuple(tree_leaves(fx.map_arg(node.args[0], read))))
+        elif node.target is torch._C._set_grad_enabled:
+            region = replace(region, grad_enabled=None if node.args[0] else False)
+        elif node.target is torch.amp.autocast_mode._enter_autocast:
+            device_type, dtype, enabled, cache_enabled = cast(Any, node.args)
+            as_around = None if cache_enabled else False
+            entered[node] = (device_type, dtype, enabled, as_around)
+            region = replace(region, autocasts=tuple(entered.values()))
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            del entered[cast(fx.Node, node.args[0])]
+            region = replace(region, autocasts=tuple(entered.values()))
+            if not entered:
+                graph.call_function(forget_casts)
+        elif node.op != "get_attr":
+            for argument in node.all_input_nodes:
+                read(argument)
+            env[node] = graph.node_copy(node, read)
+            opaque = opaque_call(node, opaques)
+            if opaque is not None:
+                env[node].target, env[node].args = opaque, env[node].args[1:]
+            own = replace(region, switches=node.meta.get(NOTED))
+            if own != Region():
+                env[node].target = Scoped(env[node].target, own)
+    graph.lint()
+    return fx.GraphModule(attributes, graph, class_name="Captured")
+
+
+@contextmanager
+def _regions_left() -> Iterator[None]:
+    """Let torch.export leave the nodes that enter and leave regions where they are, each with what the model asked for."""
+    with (
+        replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
+        replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
+        replaced(torch, "is_autocast_cache_enabled", lambda: True),  # it is off while torch.export traces
+    ):
+        yield
+
+
+def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> Any:
+    """Return the model's own object at ``target``: torch.export copies a parameter that has two names."""
+    for root in (model, module):
+        value: Any = root
+        for part in target.split("."):
+            value = getattr(value, part, None)
+        if value is not None:
+            return value
+    raise CaptureError(f"the captured graph reads {target}, which {type(model).__name__} does not have")
+
+
+def _cause(error: Exception) -> str:
+    """Return why torch.export failed, and what to do."""
+    remedy = "move that part out of the model or optimize the parts around it."
+    if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in chain_of(error)):
+        return (
+            "its control flow depends on the values in tensors, which only a run can tell. Where it skips a layer by "
+            f"chance (LayerDrop), set that chance to 0; else {remedy}"
+        )
+    if "fake tensor in the exported program constant" in str(error):
+        return (
+            "it computes with a tensor that a graph cannot follow: one that torch.autograd.grad returns inside forward, or "
+            "one left by an earlier call. Take derivatives outside: optimize the network itself, and differentiate its "
+            f"output in the training loop; else {remedy}"
+        )
+    return f"{first_lines(error)}. If its control flow depends on the values in tensors, {remedy}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch.export from printing the graph it had when it failed, or sizes it takes as they are, and fakes from
+    printing why an op failed: errors and guards say what there is to say."""
+    names = ("fx.experimental.symbolic_shapes", "_export.non_strict_utils", "_subclasses.fake_tensor")
+    logs = [logging.getLogger(f"torch.{name}") for name in names]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
+    try:
+        with replaced(torch.export._trace, "print", lambda *_, **__: None):
+            yield
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)

@@ -1,0 +1,209 @@
+"""The nouns of a capture: a call's arguments, and the graph that stands for the model called with them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.grad_mode import _force_original_view_tracking
+from torch.fx.graph_module import _assign_attr
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from fxmem.capture.pytrees import flattened
+from fxmem.capture.value_guards import Read, all_hold
+from fxmem.errors import InputError
+from fxmem.ir import Source
+from fxmem.runtime.autocast import Autocast
+
+Dims = frozenset[tuple[int, int]]
+"""Dimensions of input leaves, as (leaf, dimension)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A call's arguments, flattened: ``leaves`` in the order of ``spec``."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], model: torch.nn.Module | None = None) -> Inputs:
+        """Return the flattened form of a call ``model(*args, **kwargs)``.
+
+        Keyword arguments are sorted by name, but for those that the model's forward takes as ``**kwargs``: it sees their
+        order.
+        """
+        if kwargs:
+            extra = () if model is None else _extra_names(model, kwargs)
+            names = (*sorted(name for name in kwargs if name not in extra), *extra)
+            kwargs = {name: kwargs[name] for name in names}
+        leaves, spec = flattened((args, kwargs))
+        return Inputs(tuple(leaves), spec)
+
+    @staticmethod
+    def of_example(example_args: Any, example_kwargs: dict[str, Any] | None, model: torch.nn.Module) -> Inputs:
+        """Return the inputs that a user gives as an example: a tensor, or a tuple or list of arguments.
+
+        Errors: ``InputError`` if there is no tensor among them, if it is a dict of the model's arguments by name, or if
+        ``example_kwargs`` is no such dict.
+        """
+        if not isinstance(example_kwargs, Mapping | None):
+            raise InputError(
+                f"example_kwargs must be a dict of arguments by name, not {type(example_kwargs).__name__}; pass several "
+                "arguments as one tuple: (first, second)"
+            )
+        names = _named(getattr(model.forward, "__func__", model.forward)) - {"self"}
+        if isinstance(example_args, Mapping) and example_args and names.issuperset(example_args):
+            raise InputError(
+                f"example_args holds arguments of {type(model).__name__}.forward by name "
+                f"({', '.join(list(example_args)[:3])}); pass it as example_kwargs=dict(...), "
+                "or as (it,) if it is one argument"
+            )
+        args = tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
+        inputs = Inputs.of(() if example_args is None else args, example_kwargs or {}, model)
+        if not inputs.tensors:
+            raise InputError(
+                "the example holds no tensor; pass one call's arguments as example_args and example_kwargs"
+            )
+        return inputs
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs)."""
+        args, kwargs = tree_unflatten(list(self.leaves), self.spec)
+        return tuple(args), kwargs
+
+
+def _extra_names(model: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Return those names that the model's forward does not name itself, in the order given."""
+    forward = model.forward
+    named = _named(getattr(forward, "__func__", forward))
+    return tuple(name for name in kwargs if name not in named)
+
+
+@lru_cache(maxsize=1_000)
+def _named(forward: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a function's parameters; none where they cannot be told."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeGuards:
+    """What sizes a graph with symbolic dimensions is for: the branches its model took on them."""
+
+    conditions: tuple[str, ...]
+    """Of torch.export: expressions of ``L``, the arguments by name."""
+    signature: inspect.Signature
+    """Of the model's forward."""
+
+    def hold(self, inputs: Inputs) -> bool:
+        args, kwargs = inputs.call()
+        try:
+            scope = {"L": dict(self.signature.bind(*args, **kwargs).arguments)}
+            return all(eval(condition, {}, scope) for condition in self.conditions)
+        except Exception:  # a condition on something that is no argument
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured model: ``graph_module`` takes the leaves of ``Inputs`` and returns a tuple of output leaves."""
+
+    graph_module: fx.GraphModule
+    out_spec: TreeSpec
+    autocast: Autocast | None
+    dynamic: Dims = frozenset()
+    """Dimensions of input leaves that may have another size."""
+    parameters: tuple[torch.Tensor, ...] = ()
+    """The model's parameters in its own order, in which an optimizer steps them."""
+    autocast_device: str | None = None
+    """Device type of the autocast regions inside the model, if there are any."""
+    reads: tuple[Read, ...] = ()
+    """What the model read of its inputs' values; the graph is that of calls that read the same."""
+    guards: SizeGuards | None = None
+    """What other sizes of the dynamic dimensions the graph is for."""
+
+    def fits(self, inputs: Inputs) -> bool:
+        """True if the graph is the model's for the sizes of ``inputs``, as far as dynamic dimensions have others.
+
+        torch.export takes a symbolic size to be 2 at least.
+        """
+        sizes = (inputs.leaves[i].shape[d] for i, d in self.dynamic)
+        return all(size > 1 for size in sizes) and (self.guards is None or self.guards.hold(inputs))
+
+    def call(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> Any:
+        """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it.
+
+        After an in-place write, autograd differentiates the views of the written tensor anew: by ``as_strided``, or, as it
+        always does on fakes, by the views' own ops. Asking for the latter makes the same tensors as were profiled.
+        """
+        with self.scope(), _force_original_view_tracking(True):
+            return self.unflatten(graph_module(*leaves))
+
+    def serves(self, inputs: Inputs) -> bool:
+        """True if the model goes this graph's way where it looks at values of ``inputs``."""
+        return all_hold(self.reads, inputs.leaves)
+
+    def unflatten(self, leaves: Any) -> Any:
+        """Return the model's own output structure around ``leaves``."""
+        return tree_unflatten(list(leaves), self.out_spec)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return the context of a whole forward: inside, an op's own autocast region forgets no casts."""
+        device_type = self.autocast_device
+        if device_type is None:
+            return nullcontext()
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return torch.autocast(device_type, dtype, enabled)
+
+
+def with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> fx.GraphModule:
+    """Give ``graph_module`` those parameters and buffers of ``model`` that its graph does not read: they take memory."""
+    known = {id(t) for t in (*graph_module.parameters(), *graph_module.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in known:
+            _assign_attr(tensor, graph_module, name)
+    return graph_module
+
+
+def attribute_of(module: torch.nn.Module, target: str) -> Any:
+    """Return what a get_attr node of this target reads."""
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def source_of(node: fx.Node) -> Source:
+    """Return the module path and the user's source line of ``node``."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((path for path, _ in reversed(list(stack.values()))), "")
+    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
+    user = [frame for frame in frames if "torch/nn/" not in frame] or frames
+    if not user:
+        return Source(str(path))
+    file, _, rest = user[-1].removeprefix('File "').partition('", line ')
+    return Source(str(path), f"{file.rsplit('/', 1)[-1]}:{rest.partition(',')[0]}")
+
+
+def count_of_batches(graph_module: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
+    """Return what a batch norm raises whenever it updates the running statistics that ``node`` reads; None of others."""
+    path, _, name = str(node.target).rpartition(".")
+    if node.op != "get_attr" or name not in ("running_mean", "running_var"):
+        return None
+    count = getattr(attribute_of(graph_module, path) if path else graph_module, "num_batches_tracked", None)
+    return count if isinstance(count, torch.Tensor) else None

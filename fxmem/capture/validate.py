@@ -1,0 +1,326 @@
+"""Whether a captured graph does what its model does: both are run on fakes and compared.
+
+In: a model, its :class:`Captured`, the inputs. Out: nothing, or a ``CaptureError`` that names what a graph would lose:
+nodes of autograd, effects in Python, what a second call would do otherwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from fxmem.capture.graph import Captured, Inputs
+from fxmem.capture.pytrees import flattened
+from fxmem.capture.value_guards import seeing_values
+from fxmem.errors import CaptureError, chain_of, first_lines, raised_in
+from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, attributes_restored
+from fxmem.fake.python_state import OpLog, Place, PythonState
+from fxmem.runtime.autocast import casts_kept
+from fxmem.runtime.backend_flags import present
+from fxmem.torch_patches import replaced
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a forward on fakes built and did."""
+
+    nodes: Counter[str]
+    """Autograd nodes that the outputs reach, by name; parameters by their own."""
+    calls: list[str]
+    """Calls it made that a graph would not keep: keys of ``_REMEDIES``."""
+    left: dict[Place, Any]
+    """Places outside of the graph that it changed, with what they hold."""
+    again: dict[Place, Any]
+    """The same, for a second forward right after, if there was one."""
+    ops: list[tuple[str, tuple[str, ...]]]
+    ops_again: list[tuple[str, tuple[str, ...]]]
+    new_buffers: frozenset[str]
+    """Buffers of the model that it wrote to, or exchanged for others."""
+
+
+def check_faithful(model: torch.nn.Module, captured: Captured, inputs: Inputs) -> None:
+    """Raise ``CaptureError`` if the model does what its graph would not: in autograd, in Python, in its next call."""
+    try:
+        eager = _run(model, model, captured, inputs, twice=True)
+        graph = _run(captured.graph_module, model, captured, inputs, twice=bool(eager.again))
+    except CaptureError:
+        raise
+    except Exception as error:
+        place = raised_in(error, model.named_modules())
+        shapeless = next((cause for cause in chain_of(error) if isinstance(cause, DynamicOutputShapeException)), None)
+        if shapeless is not None:
+            raise CaptureError(
+                f"{type(model).__name__} could not be captured{place}: the shape of what {shapeless.func} returns there (a "
+                "tensor indexed by a mask, for one) depends on values, which only a run can tell. Compute it outside and "
+                "pass it in, let torch.where or a product with the mask keep the shape, or optimize the parts around it."
+            ) from error
+        raise CaptureError(
+            f"{type(model).__name__} could not be run on fake tensors{place}: {first_lines(error)}. If it reads the values "
+            "in tensors, move that part out of the model or optimize the parts around it."
+        ) from error
+    _check_effects(model, eager, graph)
+    _check_autograd(model, eager, graph)
+    _check_ops(model, eager, graph)
+
+
+def _check_ops(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
+    """Raise ``CaptureError`` if the graph computes what the model does not; what it lacks is of no use to its outputs.
+
+    A copy is what becomes of a buffer that the model replaces by another.
+    """
+    ops = iter(eager.ops)
+    foreign = next((op for op in graph.ops if op[0] != "aten.copy_.default" and op not in ops), None)
+    if foreign is not None:
+        raise CaptureError(
+            f"the captured graph of {type(model).__name__} computes {_written(foreign)} where the model itself does not. "
+            "Its forward may ask whether it is being traced, and take another branch then: let it take the one of eager."
+        )
+
+
+def _check_autograd(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
+    lost_buffers = eager.new_buffers - graph.new_buffers
+    if lost_buffers:
+        raise CaptureError(
+            f"{type(model).__name__} exchanges the buffer {min(lost_buffers)!r} in forward; a captured graph would not. "
+            "Write to it in place (copy_), or assign to the attribute."
+        )
+    lost_calls = Counter(eager.calls) - Counter(graph.calls)
+    if lost_calls:
+        call = min(lost_calls)
+        raise CaptureError(
+            f"{type(model).__name__} calls {call} in forward; a captured graph would lose it. {_REMEDIES[call]}"
+        )
+    lost = {name: n - graph.nodes[name] for name, n in eager.nodes.items() if n > graph.nodes[name]}
+    if lost:
+        names = ", ".join(f"{name} (x{n})" for name, n in sorted(lost.items())[:5])
+        why = next((text for name, text in _KNOWN_LOSSES.items() if any(name in node for node in lost)), _OTHER_LOSS)
+        raise CaptureError(
+            f"the captured graph of {type(model).__name__} lacks autograd nodes of the model: {names}. {why}"
+        )
+
+
+_KNOWN_LOSSES = {
+    "CheckpointFunction": "Reentrant torch.utils.checkpoint does not go into a graph: switch it off "
+    "(use_reentrant=False, or gradient_checkpointing_disable()); fxmem recomputes by its own plan.",
+    "AccumulateGrad": "A parameter or a tensor that it makes require grad inside forward would get no gradient.",
+}
+_OTHER_LOSS = "A custom autograd.Function or a module hook in it would be lost, and gradients would be wrong."
+
+
+def _check_effects(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
+    """Raise ``CaptureError`` for what a forward leaves in Python, or does anew in each call; a cache is neither."""
+    name = type(model).__name__
+    for place, value in eager.left.items():
+        with_grad = isinstance(value, torch.Tensor) and value.requires_grad
+        if with_grad and place not in graph.left:
+            raise CaptureError(
+                f"{name} leaves a tensor that carries gradient in the attribute {place}; a captured graph would not. Let "
+                "forward return it instead."
+            )
+    changed = next((place for place in eager.again if place not in graph.again), None)
+    if changed is not None:
+        raise CaptureError(
+            f"{name} changes {changed} in every forward; a captured graph would not. Keep it in a tensor, by "
+            "register_buffer, or do it outside of the model."
+        )
+    if eager.ops != eager.ops_again:
+        first, second = _first_difference(eager.ops, eager.ops_again)
+        raise CaptureError(
+            f"{name} computes something else when it is called again with the same arguments ({first}, then {second}); a "
+            "captured graph would not. If only its first call is special, call it once before fxmem.optimize; if it "
+            "depends on Python's random numbers, the time or a counter, draw from torch or keep the number in a buffer."
+        )
+
+
+def _first_difference(first: list[tuple[str, tuple[str, ...]]], second: list[tuple[str, tuple[str, ...]]]) -> list[str]:
+    pairs = zip_longest(first, second, fillvalue=("nothing more", ()))
+    return [_written(op) for op in next(pair for pair in pairs if pair[0] != pair[1])]
+
+
+def _written(op: tuple[str, tuple[str, ...]]) -> str:
+    return f"{op[0]}({', '.join(op[1])})"
+
+
+def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, inputs: Inputs, *, twice: bool) -> _Run:
+    """Run ``module``, the model itself or its graph, once or two times on fakes."""
+    world = FakeWorld(inputs.leaves)
+    fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
+
+    def forward() -> tuple[Any, list[tuple[str, tuple[str, ...]]]]:
+        autocast = captured.autocast
+        # No cast is to be at hand when the forward is run again.
+        with (
+            casts_kept(False),
+            autocast.enter() if autocast else nullcontext(),
+            OpLog([fakes, [world.fake(p) for p in captured.parameters]]) as log,
+        ):
+            if module is model:
+                args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
+                with _arguments_left(model, args, kwargs), seeing_values(inputs.leaves, fakes):
+                    outputs = module(*args, **kwargs)
+            else:
+                outputs = module(*fakes)
+        return outputs, log.ops
+
+    buffers = {name: world.fake(buffer) for name, buffer in model.named_buffers()}
+    with attributes_restored(model), world.state_of(module), world.active(), ScalarReads():
+        before, versions = PythonState(model), {name: buffer._version for name, buffer in buffers.items()}
+        with _calls_noted() as calls:
+            outputs, ops = forward()
+        exchanged = next(before.exchanged(), None)
+        if exchanged is not None:
+            raise CaptureError(
+                f"{type(model).__name__} makes, removes or exchanges {exchanged} in forward, a parameter, buffer or "
+                "submodule; a captured graph would not. If only its first call does so, call it once before fxmem.optimize."
+            )
+        left = before.changes()
+        there = dict(model.named_buffers()) if module is model else buffers
+        new_buffers = frozenset(
+            name for name, b in buffers.items() if there.get(name) is not b or b._version != versions[name]
+        )
+        if not twice:
+            return _Run(_autograd_nodes(outputs), calls, left, {}, ops, ops, new_buffers)
+        between = PythonState(model)
+        _, ops_again = forward()
+        again = between.changes()
+    return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again, new_buffers)
+
+
+@contextmanager
+def _arguments_left(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Raise ``CaptureError`` if the body put anything else into the containers among a call's arguments."""
+    named = {f"number {number}": value for number, value in enumerate(args)} | {f"{k!r}": v for k, v in kwargs.items()}
+    before = {name: flattened(value) for name, value in named.items()}
+    yield
+    for name, value in named.items():
+        (given, given_spec), (left, left_spec) = before[name], flattened(value)
+        if left_spec != given_spec or any(a is not b for a, b in zip(left, given, strict=True)):
+            raise CaptureError(
+                f"{type(model).__name__} changes its argument {name}, a {type(value).__name__}; a captured graph would "
+                "not. Let forward return what it puts there (of a cache of keys and values: use_cache=False)."
+            )
+
+
+def _autograd_nodes(outputs: Any) -> Counter[str]:
+    """Count the autograd nodes that ``outputs`` reach, by name."""
+    leaves = tree_leaves(outputs)
+    names: Counter[str] = Counter()
+    stack = [t.grad_fn for t in leaves if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if not _harmless(node):
+            names[node.name()] += 1
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                stack.append(next_node)
+    return names
+
+
+def _harmless(node: Any) -> bool:
+    """Views and copies differ between a model and its graph (``x.T`` or ``permute``) without changing a gradient."""
+    return not isinstance(node, torch.autograd.function.BackwardCFunction) and "AccumulateGrad" not in node.name()
+
+
+_SEEDING = "Draw from a torch.Generator of the model's own instead."
+_CASTING = "Say with torch.autocast(..., cache_enabled=False) where no cast is to be kept."
+_HOOKING = "Set the hook on a parameter, or outside the model."
+_REMEDIES = {
+    "Tensor.register_hook": _HOOKING,
+    "Tensor.register_post_accumulate_grad_hook": _HOOKING,
+    "requires_grad_ of a parameter": "Set it outside the model; where a part is frozen for one of its uses only, call it "
+    "there with detached parameters (torch.func.functional_call).",
+    "grad of a parameter": "Read, write or clear gradients outside the model.",
+    "Tensor.grad_fn": "Write what it does with the autograd graph as a torch.autograd.Function.",
+    "torch.manual_seed": _SEEDING,
+    "torch.set_rng_state": _SEEDING,
+    "torch.random.fork_rng": _SEEDING,
+    "torch.inference_mode": "Use torch.no_grad.",
+    "torch.clear_autocast_cache": _CASTING,
+    "torch.set_autocast_cache_enabled": _CASTING,
+    "a switch of torch.backends": "Set it around the whole step instead.",
+}
+"""Calls inside a forward that no graph keeps, and what to do instead."""
+_grad: Any = torch.Tensor.grad
+_requires_grad: Any = torch.Tensor.requires_grad
+_OF_PARAMETERS: dict[Any, str] = {
+    torch.Tensor.requires_grad_: "requires_grad_ of a parameter",
+    _requires_grad.__set__: "requires_grad_ of a parameter",
+    **dict.fromkeys((_grad.__get__, _grad.__set__, _grad.__delete__), "grad of a parameter"),
+}
+"""Functions that :class:`_CallsSeen` is told of, with their names in ``_REMEDIES``; on activations, graphs keep them or
+are refused for the nodes they lack."""
+
+
+class _CallsSeen(TorchFunctionMode):
+    """Notes every read of ``grad_fn`` by code that is not torch's own, as what is done to it later cannot be seen, and
+    every change of the switches that say which kernels may run. Errors: ``CaptureError`` inside a transform."""
+
+    def __init__(self, noted: list[str]) -> None:
+        super().__init__()
+        self._noted = noted
+        self._switches = present()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise CaptureError(
+                "the forward calls a transform of torch.func (vmap, grad, jvp, ...), which a captured graph cannot hold. "
+                "Write the same with batched ops, or move it out of the model."
+            )
+        if getattr(func, "__self__", None) is torch.Tensor.grad_fn and _called_by_user():
+            self._noted.append("Tensor.grad_fn")
+        if func in _OF_PARAMETERS and isinstance(args[0], torch.nn.Parameter):
+            self._noted.append(_OF_PARAMETERS[func])
+        switches = present()
+        if switches != self._switches:
+            self._noted.append("a switch of torch.backends")
+            self._switches = switches
+        return func(*args, **(kwargs or {}))
+
+
+def _called_by_user() -> bool:
+    """True if what calls is not torch's own code; fxmem's frames in between do not count."""
+    frame = inspect.currentframe()
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("fxmem."):
+        frame = frame.f_back
+    return frame is None or not str(frame.f_globals.get("__name__", "")).startswith("torch.")
+
+
+@contextmanager
+def _calls_noted() -> Iterator[list[str]]:
+    """Note every call while the body runs that ``_REMEDIES`` names."""
+    noted: list[str] = []
+
+    def noting(owner: Any, attribute: str, name: str) -> AbstractContextManager[None]:
+        original = getattr(owner, attribute)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _called_by_user():
+                noted.append(name)
+            return original(*args, **kwargs)
+
+        return replaced(owner, attribute, call)
+
+    with ExitStack() as stack:
+        stack.enter_context(_CallsSeen(noted))
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            stack.enter_context(noting(torch.Tensor, name, f"Tensor.{name}"))
+        stack.enter_context(noting(torch.random, "fork_rng", "torch.random.fork_rng"))
+        for module in (torch, torch.random):
+            for name in ("manual_seed", "set_rng_state"):
+                stack.enter_context(noting(module, name, f"torch.{name}"))
+        for name in ("clear_autocast_cache", "set_autocast_cache_enabled"):
+            stack.enter_context(noting(torch, name, f"torch.{name}"))
+        stack.enter_context(noting(torch.inference_mode, "__enter__", "torch.inference_mode"))
+        yield noted

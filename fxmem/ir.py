@@ -1,0 +1,267 @@
+"""Every noun that crosses a seam, as plain frozen data.
+
+Nothing here imports torch: a :class:`GraphProfile` is integers, floats and strings, so planners can be tested on
+hand-written graphs and run anywhere.
+
+NOTE [Storages, recipes and ticks]
+
+1. Bytes belong to *storages*, never to tensors: a view or alias weighs nothing. A *managed* storage is one that a
+   node of the captured graph creates (an output, or an internal that only autograd holds, such as a dropout mask).
+   Everything else (parameters, buffers, batch, gradients, temporaries, the loss) no plan can change; it is a
+   recorded curve.
+2. A *recipe* is the shortest run of nodes that makes a storage anew on fresh memory: its creator and the in-place
+   ops that follow on it. A storage has at most one recipe, a node belongs to at most one. In most graphs a recipe is
+   one node. Its *inputs* are the managed storages it reads, each at its final version; its *products* are the
+   storages that running it yields.
+3. The step is a sequence of *ticks*. A managed storage appears only at a tick's start (unpacked, hence perhaps
+   recomputed), is created only by a forward tick, and goes only at a tick's end (the forward lets go of it, or
+   autograd releases it). Between those moments only unmanaged bytes move, and a tick records their largest sum.
+4. A plan gives every managed storage one integer, its *retain limit*: ``KEEP``, or the position up to which a
+   recomputation must lie for the storage to be held once it passes through. See :class:`Plan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+KEEP = -1
+"""Retain limit of a storage that is held from its creation until its last use."""
+
+
+class Phase(StrEnum):
+    """The parts of a training step, in order."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a node came from: module path (``layer1.0.conv1``) and the user's ``file:line``; empty when unknown."""
+
+    module_path: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(part for part in (self.module_path, self.line) if part) or "unknown place"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A managed storage (NOTE [Storages, recipes and ticks], rule 1)."""
+
+    index: int
+    """Its place in ``GraphProfile.storages``."""
+    name: str
+    """Name of the creating node; internals carry a suffix (``dropout_1.internal0``)."""
+    nbytes: int
+    creator: int
+    """Index of the node that creates it."""
+    internal: bool
+    """True if only autograd holds it (mask, pool indices, log-sum-exp, cast weight): not an output of any node."""
+    recipe: int | None
+    """Index of the recipe that makes it anew; None if it may not be dropped."""
+    why_kept: str
+    """Why it may not be dropped; empty if it may."""
+    num_saves: int
+    """How many saved tensors of autograd lie on it. Zero: free after its last forward use, unless a plan holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProfile:
+    """One node of the captured graph, as observed."""
+
+    index: int
+    name: str
+    op: str
+    reads: tuple[int, ...]
+    """Managed storages it reads, in argument order."""
+    creates: tuple[int, ...]
+    """Managed storages it creates: outputs first, then internals."""
+    writes: tuple[int, ...]
+    """Managed storages it writes in place."""
+    saves: tuple[int, ...]
+    """Managed storages that autograd saves here, in pack order."""
+    seconds: float
+    """Time of one run."""
+    flops: int
+    moved_bytes: int
+    """Bytes read and written, for the roofline."""
+    random: bool
+    """True if it draws random numbers."""
+    why_not: str
+    """Why it may never run again; empty if it may."""
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The nodes that make storages anew (NOTE [Storages, recipes and ticks], rule 2).
+
+    ``index`` is also its *position*: recipes are sorted by their last node, so every input of a recipe is a product of
+    a recipe of smaller index, or may not be dropped at all.
+    """
+
+    index: int
+    nodes: tuple[int, ...]
+    inputs: tuple[int, ...]
+    """Managed storages that must be there when it starts."""
+    products: tuple[int, ...]
+    """Managed storages it makes anew: outputs and internals."""
+    seconds: float
+    peak_bytes: int
+    """Largest sum of bytes above the level at its start while it runs, products included, no internal captured."""
+    capture_peak_bytes: int
+    """The same when its internals are captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A stretch of the step in which managed storages change only at both ends (rule 3)."""
+
+    phase: Phase
+    node: int | None
+    """Forward: the node that runs. Backward: the node whose saved tensors were unpacked last. None: neither."""
+    unpacks: tuple[int, ...]
+    """Managed storages autograd asks for at the start, in order, one entry for each saved tensor."""
+    start_bytes: int
+    """Unmanaged bytes at the start (while a recomputation would run)."""
+    peak_bytes: int
+    """Largest sum during the tick of unmanaged bytes and of managed storages created in it."""
+    creates: tuple[int, ...]
+    """Managed storages that exist from this tick on."""
+    lets_go: tuple[int, ...]
+    """Managed storages the forward (or the user) refers to no longer after this tick."""
+    releases: tuple[int, ...]
+    """Managed storages of which autograd releases one saved tensor at the end, one entry for each."""
+    gradient_bytes: int = 0
+    """Of the unmanaged bytes at the peak: gradients of parameters and inputs that the backward has made."""
+    loss_bytes: int = 0
+    """Of the unmanaged bytes at the peak: what the loss allocated outside the graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBytes:
+    """Bytes that are there for the whole step, by kind; every tick's unmanaged bytes include them."""
+
+    parameters_bytes: int = 0
+    buffers_bytes: int = 0
+    inputs_bytes: int = 0
+    gradients_bytes: int = 0
+    """What earlier micro-batches have left, where the step accumulates gradients."""
+    optimizer_state_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        fixed_bytes = self.parameters_bytes + self.buffers_bytes + self.inputs_bytes
+        return fixed_bytes + self.gradients_bytes + self.optimizer_state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GraphProfile:
+    """All that planning needs to know of one training step of one graph at one signature."""
+
+    nodes: tuple[NodeProfile, ...]
+    storages: tuple[Storage, ...]
+    recipes: tuple[Recipe, ...]
+    ticks: tuple[Tick, ...]
+    static: StaticBytes
+    backward_seconds: float = 0.0
+    """Time of the eager backward (twice the forward if nothing better is known)."""
+
+    @property
+    def forward_seconds(self) -> float:
+        return sum(node.seconds for node in self.nodes)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def droppable(self) -> tuple[int, ...]:
+        """Managed storages a plan may drop."""
+        return tuple(s.index for s in self.storages if s.recipe is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to keep and what to recompute: one retain limit for each managed storage.
+
+    ``KEEP``: held from creation to its last use by autograd or by a recomputation. Otherwise the storage is dropped
+    at its last forward use, and when a recomputation asked for by a storage of recipe position ``p`` passes through
+    it, it is held from then on if ``p <= limit`` (until its last use), else only as long as that recomputation reads
+    it. ``limit = last position``: refilled *on the way*; ``limit = own position``: *late*, only when asked for; values
+    between express nested segments. A storage that is itself asked for is always held.
+    """
+
+    planner: str
+    limits: tuple[int, ...]
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        return tuple(i for i, limit in enumerate(self.limits) if limit != KEEP)
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineStep:
+    """One point of a simulated or measured step: the largest sum of live bytes while it lasted."""
+
+    phase: Phase
+    label: str
+    live_bytes: int
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What :func:`fxmem.planners.simulate.simulate` says of a plan."""
+
+    peak_bytes: int
+    peak_step: int
+    """Index of the peak's tick in ``GraphProfile.ticks``."""
+    recompute_seconds: float
+    num_recomputed: int
+    """Recipe executions in backward."""
+    steps: tuple[TimelineStep, ...] = ()
+    """Filled only when asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """A plan with what the simulator says of it; a frontier is a tuple of these, peaks falling, times rising."""
+
+    plan: Plan
+    peak_bytes: int
+    recompute_seconds: float
+    bound_seconds: float = 0.0
+    """No plan whose peak is at most this one's recomputes for less; 0 where nothing better is known."""
+
+    @property
+    def gap_seconds(self) -> float:
+        """At most so much more than the best plan of this peak."""
+        return self.recompute_seconds - self.bound_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The planned peak beside that of the emitted module run on fakes; they are equal unless fxmem has a bug."""
+
+    planned_bytes: int
+    verified_bytes: int
+
+    @property
+    def exact(self) -> bool:
+        return self.planned_bytes == self.verified_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class InplaceDecision:
+    """Whether one op is done in place; ``why_not`` is empty if it is."""
+
+    node: str
+    nbytes: int
+    """Bytes it does not allocate, or would not."""
+    why_not: str

@@ -1,0 +1,1 @@
+"""Graph in, graph out: the steps that rewrite a captured graph."""

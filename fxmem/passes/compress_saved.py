@@ -1,0 +1,418 @@
+"""Calls that are to save less than they do: found from the profile, seen on fakes, written into the captured graph.
+
+In: a profiled graph. Out: the captured graph in which dropouts (attentions with one inside too), max poolings and ops
+whose backward does not read their input are exchanged for those of :mod:`fxmem.runtime.compressed_ops`. A call is taken
+apart on fakes into the ops it consists of, below autocast, so the forms need to be written for ATen's own ops only.
+These ops then stand in the graph one by one, each for a plan to keep or to run again: what becomes of an attention's
+scores is made anew without drawing its mask anew, and their softmax goes over them less often. An input is left unsaved
+where no other op saves it; all its savers may be such ops. Masks and indices stay what they are on CUDA: masks have one
+byte there, and a pooling that runs again takes no longer than making its indices narrow and wide again, while the CPU
+computes for long. Dropouts in place stay what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DispatchKey
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fxmem.capture.graph import Captured, with_unused_state
+from fxmem.fake.fake_tensors import FakeWorld, made_outside
+from fxmem.ir import NodeProfile
+from fxmem.profiling.profile import Profiled
+from fxmem.runtime.autocast import Autocast
+from fxmem.runtime.compressed_ops import (
+    BACKWARDS,
+    POOL_BACKWARDS,
+    dropout_mask,
+    frozen_convolution,
+    index_dtype,
+    input_unread,
+    lean_max_pool,
+    masked_dropout,
+    safe_softmax,
+    split_dim,
+)
+from fxmem.runtime.layout import View
+from fxmem.runtime.scoped_ops import Region, Scoped, op_of, region_of
+
+aten = torch.ops.aten
+Target = Callable[..., Any]
+
+MOST_PARTS = 60
+"""An attention has about 30; what has many more (an RNN's time steps) runs faster whole."""
+
+LEAST_SHARE = 0.02
+"""Of the bytes that autograd saves: what poolings and unread inputs must be worth, since another graph is profiled anew."""
+
+MAX_POOLS = {aten.max_pool1d.default: 1, aten.max_pool2d.default: 2, aten.max_pool3d.default: 3}
+"""By op, the dimensions that its indices count in."""
+
+CONVOLUTIONS = (
+    *(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default),
+    *(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
+    *(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
+)
+SHAPE_ONLY = (
+    *(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default),
+    *(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
+    aten.pad.default,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a call is to save no longer."""
+
+    masks: bool = False
+    """Masks wider than a byte."""
+    indices: bool = False
+    """Indices wider than need be."""
+    input: bool = False
+    """Its input."""
+
+
+def with_lean_saves(
+    profiled: Profiled, stays_as_is: Callable[[NodeProfile], bool], least_share: float = LEAST_SHARE
+) -> Captured:
+    """Return the captured graph with calls that save less; the very same object if there are none.
+
+    ``stays_as_is``: calls to leave alone.
+    """
+    captured, profile = profiled.captured, profiled.profile
+    if len(profiled.devices) != 1:
+        return captured
+    calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
+    free = [not stays_as_is(node) for node in profile.nodes]
+    wishes = _masks(profiled, free) | _indices_and_inputs(profiled, calls, free, least_share)
+    known: dict[object, fx.Graph | None] = {}
+    leaner: dict[fx.Node, fx.Graph] = {}
+    for k, wish in wishes.items():
+        node, views = calls[k], dict(profiled.arguments[k])
+        call = wish, _call_of(node, views)
+        if call not in known:
+            known[call] = _leaner(node, views, wish, profiled.devices[0], captured.autocast)
+        if (parts := known[call]) is not None:
+            leaner[node] = parts
+    if not leaner:
+        return captured
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in captured.graph_module.graph.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    for node, parts in leaner.items():
+        _write(parts, env[node])
+    graph.lint()
+    module = fx.GraphModule(captured.graph_module, graph, class_name="Captured")
+    return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
+
+
+def _write(parts: fx.Graph, call: fx.Node) -> None:
+    """Write ``parts`` for ``call``: the last op takes its place and name, the others stand before it."""
+    given = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, fx.Node))
+    inner = {part: next(given) for part in parts.nodes if part.op == "placeholder"}
+    *ops, last = (part for part in parts.nodes if part.op == "call_function")
+    for part in ops:
+        args, kwargs = fx.map_arg((part.args, part.kwargs), inner.__getitem__)
+        with call.graph.inserting_before(call):
+            name = f"{call.name}_{part.name}"
+            inner[part] = call.graph.create_node("call_function", part.target, args, kwargs, name)
+        inner[part].meta = call.meta | {"val": part.meta["val"]}
+    call.target = last.target
+    call.args, call.kwargs = fx.map_arg((last.args, last.kwargs), inner.__getitem__)
+
+
+def notes_of(captured: Captured) -> Iterator[str]:
+    """Say how many calls save less than autograd's own."""
+    calls = [(op_of(node.target), node.args) for node in captured.graph_module.graph.nodes]
+    poolings = [args[1:3] for op, args in calls if op is lean_max_pool]
+    num_masks = sum(op is masked_dropout for op, _ in calls)
+    if num_masks:
+        yield f"dropout masks of {num_masks} calls have one byte an element; the estimate leaves out what narrowing takes"
+    num_indices = sum(bool(narrows) for _, narrows in poolings)
+    if num_indices:
+        yield f"max poolings save narrower indices at {num_indices} places"
+    num_inputs = sum(op in (input_unread, frozen_convolution) for op, _ in calls)
+    num_inputs += sum(not saves_input for saves_input, _ in poolings)
+    if num_inputs:
+        yield f"inputs that no backward reads are not saved by {num_inputs} calls"
+
+
+def _masks(profiled: Profiled, free: list[bool]) -> dict[int, Wish]:
+    """Return the calls that may draw a mask and save it."""
+    if profiled.devices[0].type != "cpu":
+        return {}
+    return {
+        node.index: Wish(masks=True)
+        for node in profiled.profile.nodes
+        if node.random and _internals(profiled, node) and free[node.index]
+    }
+
+
+def _internals(profiled: Profiled, node: NodeProfile) -> list[int]:
+    """Return the saved storages that only the autograd of ``node`` holds."""
+    storages = profiled.profile.storages
+    return [s for s in node.saves if storages[s].internal and storages[s].creator == node.index]
+
+
+def _indices_and_inputs(
+    profiled: Profiled, calls: list[fx.Node], free: list[bool], least_share: float
+) -> dict[int, Wish]:
+    """Return the max poolings and the calls whose input need not be saved; none if they are worth little."""
+    nodes, storages = profiled.profile.nodes, profiled.profile.storages
+    savers: dict[int, set[int]] = {}
+    for node in nodes:
+        for s in node.saves:
+            savers.setdefault(s, set()).add(node.index)
+    unread = {
+        k: _inputs(profiled, call, k) for k, call in enumerate(calls) if free[k] and _is_unread(call, profiled, k)
+    }
+    wishes, spared_bytes = {}, 0.0
+    for k, inputs in unread.items():
+        alone = bool(inputs) and all(savers[s] <= unread.keys() and not storages[s].why_kept for s in inputs)
+        wide_bytes, narrow_bytes = _index_bytes(profiled, calls[k], k)
+        if alone or narrow_bytes:
+            wishes[k] = Wish(indices=narrow_bytes > 0, input=alone)
+            spared_bytes += sum(storages[s].nbytes / len(savers[s]) for s in inputs if alone)
+            spared_bytes += wide_bytes - narrow_bytes
+    return wishes if spared_bytes >= least_share * sum(storages[s].nbytes for s in savers) else {}
+
+
+def _index_bytes(profiled: Profiled, call: fx.Node, k: int) -> tuple[int, int]:
+    """Return the bytes of the indices that ``call``, the ``k``-th, saves, and those of narrow ones; 0 if they stay."""
+    op, internals = op_of(call.target), _internals(profiled, profiled.profile.nodes[k])
+    if op not in MAX_POOLS or not internals or profiled.devices[0].type != "cpu":
+        return 0, 0
+    (_, given), *_ = profiled.arguments[k]
+    if given.storage < 0 or split_dim(given.size, given.stride) is None:
+        return 0, 0
+    nbytes = profiled.profile.storages[internals[-1]].nbytes
+    dtype = index_dtype(math.prod(given.size[-MAX_POOLS[op] :]))
+    return nbytes, nbytes * dtype.itemsize // torch.int64.itemsize
+
+
+def _is_unread(call: fx.Node, profiled: Profiled, k: int) -> bool:
+    """True if the backward of ``call``, the ``k``-th, only looks at its input's geometry."""
+    op = op_of(call.target)
+    if op in CONVOLUTIONS:
+        return not any(view.requires_grad for place, view in profiled.arguments[k] if place)
+    return op in MAX_POOLS or op in SHAPE_ONLY
+
+
+def _inputs(profiled: Profiled, call: fx.Node, k: int) -> list[int]:
+    """Return the saved storage that the first argument of ``call``, the ``k``-th, lies on, or that of its copy of it."""
+    node = profiled.profile.nodes[k]
+    (place, view), *_ = profiled.arguments[k] or ((1, None),)
+    if view is None or place:
+        return []
+    if view.storage in node.saves:
+        return [view.storage]
+    internals = _internals(profiled, node)
+    return internals[:-1] if op_of(call.target) in MAX_POOLS else internals[:1]  # the last of a max pooling are indices
+
+
+def _call_of(node: fx.Node, views: dict[int, View]) -> object:
+    """Return what calls that consist of the same ops have in common."""
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    described = [views[k]._replace(storage=0) if k in views else (type(leaf), leaf) for k, leaf in enumerate(leaves)]
+    return op_of(node.target), region_of(node.target), str(spec), tuple(described)
+
+
+def _leaner(
+    node: fx.Node, views: dict[int, View], wish: Wish, device: torch.device, autocast: Autocast | None
+) -> fx.Graph | None:
+    """Return ops that do the same as ``node`` and save what is wished less; None where they are no others.
+
+    Out: the graph of a function of the tensors among the call's arguments, in order, that returns one tensor.
+    ``views``: geometry of its tensor arguments, by place.
+    """
+    region = region_of(node.target)
+    if not isinstance(op_of(node.target), torch._ops.OpOverload):
+        return None
+    device_type = region.autocasts[-1][0] if region.autocasts else autocast.device_type if autocast else None
+    if device_type is not None and any(view.storage < 0 and view.requires_grad for view in views.values()):
+        return None  # autocast casts a leaf once for all its uses, so their gradients add up before they are cast back
+    graph = _parts(node, views, device, autocast)
+    if graph is None or not _exchanged(graph, wish):
+        return None
+    *parts, output = graph.nodes
+    if output.args[0] is not parts[-1] or any(part.op not in ("placeholder", "call_function") for part in parts):
+        return None
+    for part in parts:
+        if part.op == "call_function":
+            part.target = _in_region(part.target, region, device_type)
+    return graph
+
+
+def _in_region(target: Target, region: Region, device_type: str | None) -> Target:
+    """Return ``target`` in ``region``, but below autocast, if that is on for ``device_type``: so it was seen."""
+    if device_type is not None and _is_cast(target, device_type):
+        region = replace(region, autocasts=(*region.autocasts, (device_type, None, False, None)))
+    return target if region == Region() else Scoped(target, region)
+
+
+def _is_cast(target: Target, device_type: str) -> bool:
+    """Tell if autocast may change what ``target`` does."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    keys = (getattr(DispatchKey, f"Autocast{device_type.upper()}"), DispatchKey.CompositeImplicitAutograd)
+    return any(target.has_kernel_for_dispatch_key(key) for key in keys)
+
+
+def _parts(node: fx.Node, views: dict[int, View], device: torch.device, autocast: Autocast | None) -> fx.Graph | None:
+    """Return the few ops that ``node`` consists of; None where they are many, or not to be seen."""
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+    if len(places) != sum(isinstance(value, fx.Node) for value in (*node.args, *node.kwargs.values())):
+        return None  # lists of tensors: no such op is known to save more than it must
+    if places != sorted(views) or any(view.conj or view.neg for view in views.values()):
+        return None
+    with FakeWorld().mode:
+        fakes = [_fake(views[place], device) for place in places]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        left = iter(tensors)
+        args, kwargs = tree_unflatten([next(left) if isinstance(x, fx.Node) else x for x in leaves], spec)
+        return op_of(node.target)(*args, **kwargs)
+
+    try:
+        with autocast.enter() if autocast else nullcontext(), region_of(node.target).enter(), torch.enable_grad():
+            graph = make_fx(call)(*fakes).graph
+    except Exception:  # an op may refuse to be traced in any way; then it stays what it is
+        return None
+    return graph if len(graph.nodes) <= MOST_PARTS else None
+
+
+def _fake(view: View, device: torch.device) -> torch.Tensor:
+    fake = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
+    return made_outside(fake) if view.requires_grad else fake
+
+
+def _exchanged(graph: fx.Graph, wish: Wish) -> bool:
+    """Write the forms that save less into ``graph``; tell if there are any."""
+    exchange = _exchange_dropout if wish.masks else lambda node: _exchange_pool_or_input(node, wish)
+    found = [exchange(node) for node in list(graph.nodes)]
+    if any(found):
+        _join_matmuls(graph)
+        for node in list(graph.nodes):
+            _exchange_softmax(node)
+        graph.eliminate_dead_code()  # what a trace notes for autograd
+    return any(found)
+
+
+def _join_matmuls(graph: fx.Graph) -> None:
+    """Write ``matmul`` for the ops that it consists of: it runs the same ones, in C++."""
+    nodes = list(graph.nodes)
+    for k, product in enumerate(nodes):
+        if product.target is not aten.bmm.default:
+            continue
+        inputs = [node for operand in product.args if (node := _expanded(operand)) is not None]
+        if len(inputs) != 2 or any(node.meta["val"].dim() < 3 for node in inputs):
+            continue  # with fewer dimensions it depends on autograd which ops it consists of
+        traced = make_fx(torch.matmul)(*[node.meta["val"] for node in inputs]).graph.nodes
+        pattern = [node for node in traced if node.op == "call_function"]
+        start = k - [node.target for node in pattern].index(aten.bmm.default)
+        found = nodes[start : start + len(pattern)]
+        if _is_same(pattern, found, dict(zip(traced, inputs, strict=False))):
+            *others, last = found
+            _exchange(last, aten.matmul.default, tuple(inputs), *reversed(others))
+
+
+def _expanded(operand: Any) -> fx.Node | None:
+    """Return what ``operand``, of a batched product, is an expanded view or copy of."""
+    while operand.target in (aten.clone.default, aten.view.default, aten._unsafe_view.default):
+        operand = operand.args[0]
+    return operand.args[0] if operand.target is aten.expand.default else None
+
+
+def _is_same(pattern: list[fx.Node], found: list[fx.Node], known: dict[fx.Node, fx.Node]) -> bool:
+    """Tell if ``found`` does what ``pattern`` does, and nobody else needs what is between.
+
+    ``known``: nodes of ``found`` by those of ``pattern`` they stand for; what ``pattern`` makes is added.
+    """
+    if [node.target for node in pattern] != [node.target for node in found]:
+        return False
+    for expected, node in zip(pattern, found, strict=True):
+        if fx.map_arg((expected.args, expected.kwargs), known.__getitem__) != (node.args, node.kwargs):
+            return False
+        known[expected] = node
+    return all(user in found for node in found[:-1] for user in node.users)
+
+
+def _exchange(last: fx.Node, form: Target, args: tuple[Any, ...], *others: fx.Node) -> bool:
+    """Write ``form(*args)`` for ``last`` and for what only it needs: ``others``, from the last to the first."""
+    with last.graph.inserting_before(last):
+        call = last.graph.call_function(form, args)
+    call.meta = dict(last.meta)
+    last.replace_all_uses_with(call)
+    for node in (last, *others):
+        last.graph.erase_node(node)
+    return True
+
+
+def _exchange_pool_or_input(node: fx.Node, wish: Wish) -> bool:
+    if node.kwargs:
+        return False
+    if node.target in POOL_BACKWARDS:
+        result, indices = node.users
+        args = (node.target, not wish.input, wish.indices, *node.args)
+        return _exchange(result, lean_max_pool, args, *indices.users, indices, node)
+    if wish.input and node.target in BACKWARDS:
+        return _exchange(node, input_unread, (node.target, *node.args))
+    if wish.input and node.target is aten.convolution.default:
+        return _exchange(node, frozen_convolution, node.args)
+    return False
+
+
+def _exchange_softmax(node: fx.Node) -> bool:
+    if node.target is not aten._safe_softmax.default or len(node.args) != 2:
+        return False
+    scores: Any = node.args[0]
+    result = aten._softmax.default(scores.meta["val"], node.args[1], False)
+    return result.stride() == node.meta["val"].stride() and _exchange(node, safe_softmax, node.args)
+
+
+def _exchange_dropout(product: fx.Node) -> bool:
+    dropped = _dropout_of(product)
+    if dropped is None:
+        return False
+    *_, noise = product.args
+    assert isinstance(noise, fx.Node)
+    x, probability = dropped
+    draw = noise.all_input_nodes[0]
+    with product.graph.inserting_before(product):
+        mask = product.graph.create_node("call_function", dropout_mask, dropped, name="mask")
+    mask.meta = {"val": x.meta["val"].to(torch.int8)}
+    return _exchange(product, masked_dropout, (x, mask, probability), noise, draw, *draw.all_input_nodes)
+
+
+_OPS_OF_A_DROPOUT = (
+    (aten.mul.Tensor, 1),
+    (aten.div_.Scalar, 0),
+    (aten.bernoulli_.float, 0),
+    (aten.empty_like.default, 0),
+)
+"""From the last to the first, with the place of the argument that the one before makes."""
+
+
+def _dropout_of(product: fx.Node) -> tuple[fx.Node, float] | None:
+    """Return the input of the dropout whose last op is ``product``, and the probability to be kept; None if it is none."""
+    chain: list[Any] = [product]
+    for target, place in _OPS_OF_A_DROPOUT:
+        if chain[-1].target is not target:
+            return None
+        chain.append(chain[-1].args[place])
+    _, division, draw, empty, x = chain
+    alone = all(len(node.users) == 1 for node in (division, draw, empty))
+    _, probability = (*draw.args, 0.5)[:2]  # a trace leaves out what is the default
+    same = product.args[0] is x and division.args[1] == probability and empty.kwargs == {}
+    wide = product.meta["val"].dtype.itemsize > 1
+    return (x, probability) if alone and same and wide else None

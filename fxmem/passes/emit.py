@@ -1,0 +1,232 @@
+"""Writing a plan into a new torch.fx graph.
+
+In: a :class:`Profiled` and a :class:`Plan`. Out: a flat GraphModule that computes the same leaves from the same leaves.
+Nodes the plan does not touch are copied as they are; the others run through :class:`fxmem.runtime.tape.TapedCall`. With
+nothing dropped the graph is the captured one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxmem.capture.graph import attribute_of, count_of_batches
+from fxmem.ir import KEEP, Plan
+from fxmem.profiling.profile import Profiled
+from fxmem.runtime.op_bindings import callable_of
+from fxmem.runtime.recompute import Replay
+from fxmem.runtime.tape import NodeTape, TapedCall, TapeOpener, TapeTable, close_tape
+
+CodeTransformer = Callable[[list[str]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """What of a plan can matter at run time."""
+
+    dropped: frozenset[int]
+    """Dropped storages whose slot can have an owner: saved, or read by the recipe of such a one."""
+    held: frozenset[int]
+    """Kept storages that such a recipe reads."""
+    recipes: frozenset[int]
+
+
+def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:
+    """Return the GraphModule that trains under ``plan``; its parameters are the captured module's own objects."""
+    live = _live(profiled, plan)
+    captured = profiled.captured.graph_module
+    tapes = _node_tapes(profiled, plan, live)
+    statics = sorted({j for r in live.recipes for j in _statics_of(profiled.replays[r])}, reverse=True)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    tape: fx.Node | None = None
+    by_name = {node.name: node for node in captured.graph.nodes}
+    placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
+        env[node] = graph.node_copy(node)
+    if live.dropped:
+        inputs = [_read_static(graph, env, by_name[profiled.static_names[~j]]) for j in statics]
+        tape = graph.call_module("fxmem_tape", tuple(inputs))
+        tape.name = "tape"
+    calls = iter(range(len(profiled.profile.nodes)))
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            if tape is not None:
+                graph.call_function(close_tape, (tape,))
+            graph.output(fx.map_arg(node.args[0], lambda n: env[n]))
+            continue
+        index = next(calls) if node.op == "call_function" else -1
+        if index in tapes and tape is not None:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            call = TapedCall(callable_of(node))
+            env[node] = graph.create_node("call_function", call, (tape, index, *args), kwargs, name=node.name)
+            env[node].meta = dict(node.meta)
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            if index >= 0:
+                env[node].target = callable_of(node)
+    graph.on_generate_code(lambda current: _commented(current, _comments(profiled, plan, live)))
+    graph.lint()
+    attributes = {str(n.target): attribute_of(captured, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
+    counters = {
+        j: count
+        for j in statics
+        if (count := count_of_batches(captured, by_name[profiled.static_names[~j]])) is not None
+    }
+    opener = TapeOpener(_table(profiled, plan, live, tapes), tuple(statics), counters)
+    return fx.GraphModule({**attributes, "fxmem_tape": opener}, graph, class_name="Optimized")
+
+
+def _read_static(graph: fx.Graph, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    return env[node] if node in env else graph.node_copy(node)
+
+
+def _statics_of(replay: Replay | None) -> tuple[int, ...]:
+    assert replay is not None
+    return tuple(dict.fromkeys(view.storage for node in replay.nodes for _, view in node.refs if view.storage < 0))
+
+
+def _live(profiled: Profiled, plan: Plan) -> _Live:
+    storages, recipes = profiled.profile.storages, profiled.profile.recipes
+    stack = [s.index for s in storages if plan.limits[s.index] != KEEP and s.num_saves]
+    dropped, held, used = set(stack), set(), set()
+    while stack:
+        recipe = storages[stack.pop()].recipe
+        assert recipe is not None
+        used.add(recipe)
+        for i in recipes[recipe].inputs:
+            if plan.limits[i] == KEEP:
+                held.add(i)
+            elif i not in dropped:
+                dropped.add(i)
+                stack.append(i)
+    return _Live(frozenset(dropped), frozenset(held), frozenset(used))
+
+
+def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTape]:
+    """Return what the tape does, for those nodes where it does anything."""
+    profile = profiled.profile
+    replayed = {k for r in live.recipes for k in profile.recipes[r].nodes}
+    holds: dict[int, list[int]] = {}
+    for s in live.held:
+        holds.setdefault(profiled.last_writer[s], []).append(s)
+    makers = {profile.storages[s].creator for s in live.held}
+    connects, frees = _connections(profiled, live)
+    inputs = _inputs(profiled)
+    tapes = {}
+    for node in profile.nodes:
+        hooked = any(s in live.dropped for s in node.saves)
+        given = {view.storage for _, view in profiled.arguments[node.index]}
+        if hooked or node.index in holds or node.index in replayed or node.index in makers:
+            tapes[node.index] = NodeTape(
+                index=node.index,
+                name=node.name,
+                draws_on=profiled.draws_on[node.index] if node.index in replayed else (),
+                hooked=hooked,
+                arguments=profiled.arguments[node.index],
+                loose=tuple(
+                    (p, v)
+                    for p, v in profiled.arguments[node.index]
+                    if node.index in replayed and (1 in v.size or v.storage in inputs)
+                ),
+                outputs=tuple((p, v) for p, v in profiled.outputs[node.index] if v.storage >= 0),
+                internals=profiled.internals[node.index],
+                drops_fresh=any(s in live.dropped and s not in given for s in node.saves),
+                holds=tuple(_hold(profiled, node.index, s) for s in sorted(holds.get(node.index, ()))),
+                connects=tuple((r, tuple(made)) for r, made in connects.get(node.index, {}).items()),
+                frees=tuple(frees.get(node.index, ())),
+            )
+    return tapes
+
+
+def _inputs(profiled: Profiled) -> frozenset[int]:
+    """Return the static tensors (``~j``) that a call brings along."""
+    names = {node.name for node in profiled.captured.graph_module.graph.nodes if node.op == "placeholder"}
+    return frozenset(~j for j, name in enumerate(profiled.static_names) if name in names)
+
+
+def _connections(profiled: Profiled, live: _Live) -> tuple[dict[int, dict[int, list[int]]], dict[int, list[int]]]:
+    """Say, by node, which slots take hold of their recipe's inputs there, and which have all their owners from there on."""
+    profile = profiled.profile
+    connects: dict[int, dict[int, list[int]]] = {}
+    last_owner: dict[int, int] = {}
+    for s in sorted(live.dropped):
+        recipe = profile.storages[s].recipe
+        assert recipe is not None
+        node = profile.recipes[recipe].nodes[-1]
+        connects.setdefault(node, {}).setdefault(recipe, []).append(s)
+        for i in (s, *profile.recipes[recipe].inputs):
+            last_owner[i] = max(last_owner.get(i, 0), node)
+    for profiled_node in profile.nodes:
+        for s in live.dropped.intersection(profiled_node.saves):
+            last_owner[s] = max(last_owner[s], profiled_node.index)
+    frees: dict[int, list[int]] = {}
+    for s, node in last_owner.items():
+        frees.setdefault(node, []).append(s)
+    return connects, frees
+
+
+def _hold(profiled: Profiled, node: int, storage: int) -> tuple[bool, int, int]:
+    """Say where at ``node`` a tensor on ``storage`` is to be found: (from outputs, place, storage)."""
+    for place, view in profiled.outputs[node]:
+        if view.storage == storage:
+            return (True, place, storage)
+    return (False, next(p for p, v in profiled.arguments[node] if v.storage == storage), storage)
+
+
+def _table(profiled: Profiled, plan: Plan, live: _Live, tapes: dict[int, NodeTape]) -> TapeTable:
+    profile = profiled.profile
+    used = [r if r in live.recipes else None for r in range(len(profile.recipes))]
+    return TapeTable(
+        nodes=tapes,
+        replays=tuple(None if r is None else profiled.replays[r] for r in used),
+        elementwise=frozenset(r for r in live.recipes if (replay := profiled.replays[r]) and replay.elementwise),
+        recipe_inputs=tuple(recipe.inputs for recipe in profile.recipes),
+        recipe_statics=tuple(() if r is None else _statics_of(profiled.replays[r]) for r in used),
+        recipe_of=tuple(s.recipe for s in profile.storages),
+        limits=plan.limits,
+        dropped=live.dropped,
+        internal=frozenset(s.index for s in profile.storages if s.internal),
+        devices=profiled.devices,
+        autocast=profiled.captured.autocast,
+        regions_inside=profiled.captured.autocast_device is not None,
+        names=tuple(s.name for s in profile.storages),
+    )
+
+
+# -- readable code -----------------------------------------------------------------------------------------------------
+
+
+def _comments(profiled: Profiled, plan: Plan, live: _Live) -> dict[str, str]:
+    """Say, by node name, what the plan does with what the node makes."""
+    comments: dict[str, list[str]] = {}
+    for s in profiled.profile.storages:
+        if not s.num_saves and s.index not in live.held | live.dropped:
+            continue
+        verb = "drop" if s.index in live.dropped else "keep"
+        what = f" {s.name.rpartition('.')[2]}" if "." in s.name else ""
+        name = profiled.profile.nodes[s.creator].name
+        comments.setdefault(name, []).append(f"{verb}{what} {s.nbytes / 1e6:.3f} MB")
+    return {name: ", ".join(parts) for name, parts in comments.items()}
+
+
+def _commented(current: CodeTransformer | None, comments: dict[str, str]) -> CodeTransformer:
+    """Compose with the transformer already there: append each node's comment to its line."""
+
+    def transform(lines: list[str]) -> list[str]:
+        code = "".join(current(lines) if current is not None else lines)
+        return [_with_comment(line, comments) for line in code.splitlines(keepends=True)]
+
+    return transform
+
+
+def _with_comment(line: str, comments: dict[str, str]) -> str:
+    comment = comments.get(line.strip().partition(" = ")[0].partition(" :")[0])
+    if comment is None or not line.strip():
+        return line
+    body = line.rstrip("\n")
+    return f"{body}  # {comment}" + line[len(body) :]

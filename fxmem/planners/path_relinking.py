@@ -1,0 +1,94 @@
+"""Plans put together from two: a cheap one that exceeds a budget, and a dear one that meets it.
+
+In: a frontier. Out: a frontier at least as good. Planners that reach low peaks often recompute far more than those peaks
+ask for, and in all of the graph, where a cheaper plan exceeds the budget only in a stretch of it. So stretches of the
+dear plan are exchanged for the cheap one's, long stretches first, then ever shorter ones, as long as the peak stays
+below the dear one's: in the end the dear plan is left where it is needed only. Every plan on the way is judged.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import pairwise
+
+from fxmem.ir import FrontierPoint, GraphProfile, Plan
+from fxmem.planners.incremental import Base, Bases
+from fxmem.planners.pareto import Clock, Front, Limits, live
+from fxmem.planners.simulate import NO_RECIPE, Tables, tables_of
+
+NUM_LEVELS = 5
+"""Stretches are halved so often."""
+LEAST_WIDTH = 0.003
+"""A step of the staircase counts as at least so wide, as a logarithm of bytes: who asks for the least peak pays for the
+last step, however narrow it is."""
+RISES = (1.0, 1.03, 1.1, 1.3)
+"""Cheap plans tried with a dear one: those next above so many times its peak."""
+
+
+def splice(
+    profile: GraphProfile, points: Iterable[FrontierPoint], *, num_trials: int, clock: Clock
+) -> tuple[FrontierPoint, ...]:
+    """Return the Pareto set of ``points`` and of what at most about ``num_trials`` simulated combinations bring."""
+    front = Front()
+    names: dict[Limits, str] = {}
+    for point in points:
+        front.add(point.peak_bytes, point.recompute_seconds, point.plan.limits)
+        names[point.plan.limits] = point.plan.planner
+    splicer = _Splicer(tables_of(profile), front)
+    tried: set[tuple[Limits, Limits]] = set()
+    while splicer.num_trials < num_trials and not clock.over:
+        pair = next((pair for pair in _pairs(front) if pair not in tried), None)
+        if pair is None:
+            break
+        tried.add(pair)
+        splicer.run(*pair)
+    return tuple(
+        FrontierPoint(Plan(names.get(limits, "splice"), limits), peak_bytes, seconds)
+        for peak_bytes, seconds, limits in reversed(front.rows)
+    )
+
+
+def _pairs(front: Front) -> list[tuple[Limits, Limits]]:
+    """Return pairs of a cheap plan and a dear one, by the corner of the staircase between them, largest first."""
+    ranked = []
+    for number, (dear, above) in enumerate(pairwise(front.rows)):
+        size = max(LEAST_WIDTH, math.log(above[0] / dear[0])) * (dear[1] - above[1])
+        for k, rise in enumerate(RISES):
+            place = bisect_left(front.rows, (rise * dear[0],), lo=number + 1)
+            cheap = front.rows[place] if place < len(front.rows) else above
+            ranked.append((-size, k, cheap[2], dear[2]))
+    ranked.sort(key=lambda row: row[:2])
+    return [(cheap, dear) for _, _, cheap, dear in ranked]
+
+
+class _Splicer:
+    def __init__(self, tables: Tables, front: Front) -> None:
+        self.tables, self.front, self.num_trials = tables, front, 0
+        self.bases = Bases(tables)
+
+    def run(self, cheap: Limits, dear: Limits) -> None:
+        """Exchange stretches of ``dear`` for those of ``cheap`` while the peak stays below that of ``dear``."""
+        most_bytes = next(row[0] for row in self.front.rows if row[2] == dear)
+        num_positions = len(self.tables.inputs)
+        for level in range(1, NUM_LEVELS + 1):
+            for piece in range(1 << level):
+                start, end = (num_positions * (piece + k) >> level for k in (0, 1))
+                trial = tuple(
+                    c if p != NO_RECIPE and start <= p < end else d
+                    for p, c, d in zip(self.tables.position, cheap, dear, strict=True)
+                )
+                if trial != dear and self._judged(trial, most_bytes, self.bases.of(dear)):
+                    self.bases.lend(trial, self.bases.of(dear))
+                    dear = trial
+
+    def _judged(self, limits: Limits, most_bytes: int, base: Base) -> bool:
+        """Judge a plan, add it to the front, and tell whether it is a good one within ``most_bytes``."""
+        self.num_trials += 1
+        run = live(self.tables, limits, self.front, base)
+        if run is None:
+            return False
+        return (
+            self.front.add(run.peak_bytes, run.recompute_seconds, limits) is not None and run.peak_bytes <= most_bytes
+        )

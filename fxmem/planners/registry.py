@@ -1,0 +1,16 @@
+"""The planners, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fxmem.ir import FrontierPoint
+from fxmem.planners import chen, mincut, portfolio, segment_dp
+
+PLANNERS: dict[str, Callable[..., tuple[FrontierPoint, ...]]] = {
+    "auto": portfolio.frontier,
+    "chen": chen.frontier,
+    "intervals": segment_dp.frontier,
+    "mincut": mincut.frontier,
+}
+"""Functions of ``(profile, *, seconds)`` that return a Pareto set, peaks falling and seconds rising."""

@@ -1,0 +1,1 @@
+"""One training step on fakes, as plain data."""

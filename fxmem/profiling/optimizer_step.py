@@ -1,0 +1,251 @@
+"""A training step's optimizer and scaler on fakes, in their steady state.
+
+In: a step, pairs of real and fake parameters, the tracker that watches. Out: what
+:func:`fxmem.profiling.training_step.run_step` takes. An optimizer's step depends on nothing but parameters, gradients
+and state, so what one run saw of it is :class:`Seen`, and later runs over gradients alike repeat its allocations
+instead of its ops: of a step with Adam more than half are its.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+from fxmem.errors import InputError, first_lines
+from fxmem.fake.fake_tensors import ScalarReads
+from fxmem.profiling.caching_allocator import Allocation
+from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
+from fxmem.profiling.training_step import Gradients, OptimizerLike, TrainingStep, optimizer_class
+
+
+@dataclass(frozen=True, slots=True)
+class SeenOptimizer:
+    """An optimizer in its steady state, as seen in one run."""
+
+    holds: tuple[int, ...]
+    """Places of the parameters it holds, in its order."""
+    state_nbytes: tuple[int, ...]
+    """By storage of its state."""
+    allocations: tuple[Allocation, ...]
+    """Of one step; all are freed in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one run of a step tells of others of the same step of the same model."""
+
+    gradients: Gradients
+    """What its backward leaves."""
+    optimizer: SeenOptimizer | None = None
+    """None: there is none, or its step leaves something behind, or it was not run."""
+
+
+class SteadyOptimizer(Protocol):
+    """What a step on fakes ends with."""
+
+    def hold(self) -> int:
+        """Count its state as alive from now on; return the bytes."""
+
+    def step(self) -> None: ...
+
+    def zero_grad(self, set_to_none: bool) -> None: ...
+
+    def seen(self, parameters: Sequence[torch.Tensor]) -> SeenOptimizer | None:
+        """Return what was seen of it; None if its step did not run, left something behind or freed what was there, or if it
+        holds more than ``parameters``."""
+
+
+class _Watched:
+    """An optimizer over fakes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, tracker: StorageTracker) -> None:
+        self.optimizer, self._tracker = optimizer, tracker
+        self._state: list[Allocation] = []
+        self._step: list[Allocation] | None = None
+
+    def hold(self) -> int:
+        with self._tracker.noting() as self._state:
+            return self._tracker.hold(tensors_of(self.optimizer))
+
+    def step(self) -> None:
+        with self._tracker.noting() as self._step:
+            self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def seen(self, parameters: Sequence[torch.Tensor]) -> SeenOptimizer | None:
+        events = [event for event in self._step or () if event[2]]
+        made, freed = (sorted(serial for kind, serial, _ in events if kind == which) for which in ("alloc", "free"))
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        held = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+        if self._step is None or made != freed or not places.keys() >= set(held):
+            return None
+        return SeenOptimizer(
+            tuple(places[key] for key in held), tuple(nbytes for _, _, nbytes in self._state), tuple(events)
+        )
+
+
+class _Repeated:
+    """Stands for an optimizer that was seen: allocates what that did."""
+
+    def __init__(self, seen: SeenOptimizer, parameters: Sequence[torch.Tensor], tracker: StorageTracker) -> None:
+        self._seen, self._tracker = seen, tracker
+        self._held = [parameters[place] for place in seen.holds]
+
+    def hold(self) -> int:
+        return self._tracker.hold_bytes(self._seen.state_nbytes)
+
+    def step(self) -> None:
+        self._tracker.repeat(self._seen.allocations)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for parameter in self._held:
+            parameter.grad = None
+
+    def seen(self, parameters: Sequence[torch.Tensor]) -> SeenOptimizer:
+        return self._seen
+
+
+def clears_all(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> bool:
+    """True if no gradient of ``parameters`` is left when the step is over."""
+    if not isinstance(step.optimizer, torch.optim.Optimizer):
+        return step.optimizer is not None
+    held = {id(p) for group in step.optimizer.param_groups for p in group["params"]}
+    return all(id(p) in held for p in parameters if p.requires_grad)
+
+
+def steady_state(
+    step: TrainingStep,
+    parameters: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    micro_batch: Callable[[], None],
+    tracker: StorageTracker,
+    seen: Seen | None = None,
+) -> tuple[SteadyOptimizer | None, torch.amp.GradScaler | None]:
+    """Return optimizer and scaler of ``step`` over fake parameters in their steady state; leave earlier gradients.
+
+    ``parameters``: pairs (real, fake). ``micro_batch`` runs forward, loss and backward of one micro-batch on these
+    fakes; it is not run where ``seen`` tells what it would leave. What it gives a gradient, and what the optimizer given
+    has state of already, has state. Runs under the fakes' mode. Errors: ``InputError`` if there is no steady state.
+    """
+    fakes = {id(real): fake for real, fake in parameters if fake.requires_grad}
+    device = next((fake.device for fake in fakes.values()), torch.device("cpu"))
+    scaler = None if step.scaler is None else _fake_scaler(step.scaler, device)
+    again = None if seen is None else seen.optimizer
+    optimizer = _fake_optimizer(step.optimizer, fakes) if again is None else None
+    with ScalarReads():
+        if (step.optimizer is not None and fakes) or step.accumulate:
+            if seen is None:
+                micro_batch()
+            else:
+                _give_gradients([fake for _, fake in parameters], seen.gradients)
+        if again is not None:
+            repeated = _Repeated(again, [fake for _, fake in parameters], tracker)
+            if not step.accumulate:
+                repeated.zero_grad(set_to_none=True)
+            return repeated, scaler
+        if optimizer is None:
+            return None, scaler
+        stepped = {id(fake) for group in optimizer.param_groups for fake in group["params"]}
+        left = {key: fake.grad for key, fake in fakes.items()}
+        _check_stay([grad for key, grad in left.items() if grad is not None and id(fakes[key]) not in stepped])
+        known = step.optimizer.state if isinstance(step.optimizer, torch.optim.Optimizer) else {}
+        for real, fake in parameters:
+            if real in known and id(real) in fakes and fake.grad is None:
+                fake.grad = torch.empty_like(fake)
+        with _optimizing(optimizer):
+            optimizer.step()
+        _check_steady(optimizer)
+        for key, fake in fakes.items():  # its zero_grad leaves what it does not hold
+            fake.grad = left[key] if step.accumulate or id(fake) not in stepped else None
+    return _Watched(optimizer, tracker), scaler
+
+
+@contextmanager
+def _optimizing(optimizer: object) -> Iterator[None]:
+    """Errors: ``InputError`` if the body, which makes or steps an optimizer on fakes, fails."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise InputError(
+            f"{name} could not be made or stepped on fake tensors: {first_lines(error)}. Pass an optimizer that is like it "
+            "in memory and whose step takes no arguments, or optimizer=None and leave room for its state"
+        ) from error
+
+
+def _check_stay(gradients: Sequence[torch.Tensor]) -> None:
+    """Errors: ``InputError`` if one of the ``gradients`` that no optimizer clears grows from step to step."""
+    for gradient in gradients:
+        if gradient.layout != torch.strided:
+            raise InputError(
+                f"a sparse gradient of shape {tuple(gradient.shape)} is of a parameter that the optimizer does not hold: "
+                "it is never cleared and grows from step to step, so no peak can be told or bounded; give the optimizer "
+                "that parameter too, freeze it, or make its gradients dense (Embedding(sparse=False))"
+            )
+
+
+def _check_steady(optimizer: torch.optim.Optimizer) -> None:
+    """Errors: ``InputError`` if the optimizer's state grows from step to step: it sums sparse gradients, which keep
+    every entry of every step until they are coalesced."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+                raise InputError(
+                    f"{name} of {type(optimizer).__name__} sums sparse gradients: it grows from step to step, so no peak "
+                    "can be told or bounded; use an optimizer without momentum or SparseAdam, make the gradients dense "
+                    "(Embedding(sparse=False)), or pass optimizer=None and leave room for it"
+                )
+
+
+def _fake_optimizer(optimizer: OptimizerLike, fakes: dict[int, torch.Tensor]) -> torch.optim.Optimizer | None:
+    """Return a like optimizer without state over ``fakes``, by id of the real parameter."""
+    if optimizer is None or not fakes:
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        cls = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
+        with _optimizing(cls):
+            return cls(list(fakes.values()))  # type: ignore[call-arg]
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": kept}
+        for group in optimizer.param_groups
+        if (kept := [fakes[id(p)] for p in group["params"] if id(p) in fakes])
+    ]
+    if not groups:
+        raise InputError("the optimizer given holds none of the model's parameters that require grad")
+    with _optimizing(optimizer):
+        return _rebuilt(optimizer, groups)
+
+
+def _fake_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
+    """Return a copy of ``scaler`` whose tensors are fake. It finds no infinities and steps what :class:`_Watched` holds."""
+    states: defaultdict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
+    fake = object.__new__(type(scaler))
+    vars(fake).update(vars(scaler), _scale=None, _growth_tracker=None, _per_optimizer_states=states)
+    if fake.is_enabled():
+        fake._lazy_init_scale_growth_tracker(device)
+    fake.step = lambda watched: type(scaler).step(fake, watched.optimizer)  # type: ignore[method-assign, misc]
+    fake._maybe_opt_step = lambda optimizer, _, *args, **kwargs: optimizer.step(*args, **kwargs)  # type: ignore[method-assign]
+    return fake
+
+
+def _rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    cls: Callable[..., torch.optim.Optimizer] = type(optimizer)
+    try:
+        return cls(groups)
+    except TypeError:
+        return cls(groups, **optimizer.defaults)
+
+
+def _give_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> None:
+    """Leave on ``parameters`` what a backward left that :func:`gradients_of` looked at."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.new()

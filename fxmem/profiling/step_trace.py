@@ -1,0 +1,461 @@
+"""Running a captured graph's training step on fakes, node by node, and writing down all that happens.
+
+In: a captured graph, its inputs and step. Out: an :class:`Observation`: per node what it reads, makes, writes
+and saves, and the stream of allocations, frees, unpacks and releases of the whole step. Nothing is concluded from an
+op's name; what an op does is seen from autograd and from dispatch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+
+from fxmem.capture.graph import Captured, Inputs, source_of
+from fxmem.errors import ProfileError
+from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, gradients_untouched
+from fxmem.ir import Phase, StaticBytes
+from fxmem.profiling.optimizer_step import Seen, SteadyOptimizer, steady_state
+from fxmem.profiling.roofline import flops_of
+from fxmem.profiling.storage_tracker import StorageTracker, has_storage, parts_of, tensors_of
+from fxmem.profiling.training_step import Gradients, TrainingStep, default_loss, gradients_of, run_step
+from fxmem.runtime.frozen_batch_norm import frozen_batch_norm
+from fxmem.runtime.layout import View
+from fxmem.runtime.scoped_ops import op_of
+
+aten = torch.ops.aten
+
+STATISTICS = dict.fromkeys((aten.batch_norm.default, aten.instance_norm.default, frozen_batch_norm), (3, 4, 5))
+"""Places of running mean, running variance, and of the flag that batch statistics are computed from the batch. Then the
+running ones are updated and not read: without them the op makes the same (NOTE [Same bits on a re-run], 6)."""
+
+_UPDATING = {
+    **dict.fromkeys(
+        (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default), (3, 4, 5)
+    ),
+    **dict.fromkeys((aten.batch_norm_gather_stats.default, aten.batch_norm_gather_stats_with_counts.default), (3, 4)),
+    aten.batch_norm_update_stats.default: (1, 2),
+}
+"""Dispatched ops whose schemas do not say that they write running statistics: places of these, and of the flag, if there
+is one, that they do."""
+
+
+class Event(NamedTuple):
+    """``kind``: alloc, free, unpack, release (``key``: storage serial), begin, end (node index), phase."""
+
+    kind: str
+    key: int
+    nbytes: int = 0
+    phase: Phase | None = None
+
+
+@dataclass
+class NodeObservation:
+    """What one call node did. Storages are named by serial; ``version`` counts the writes seen on a storage."""
+
+    index: int
+    node: fx.Node
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    reads: list[tuple[int, View, int]] = field(default_factory=list)
+    """(leaf place, geometry on a serial, version read)."""
+    outputs: list[tuple[int, View]] = field(default_factory=list)
+    """(output leaf place, geometry on a serial)."""
+    creates: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+    saves: list[int] = field(default_factory=list)
+    lets_go: list[int] = field(default_factory=list)
+    """Storages no value of the forward lies on any longer after this node."""
+    identities: list[tuple[int, bool]] = field(default_factory=list)
+    """By read: the first read of the same tensor, and whether autocast keeps a cast of it: it is a leaf, and no view."""
+    updates: tuple[int, ...] = ()
+    """Leaf places of running statistics that it updates without reading them for what it makes."""
+    draws_on: set[torch.device] = field(default_factory=set)
+    """Devices from whose generators it draws."""
+    effects: str = ""
+    flops: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass
+class Observation:
+    """One whole step, as seen. ``statics``: serial -> name of the placeholder or get_attr node that provides it."""
+
+    nodes: list[NodeObservation]
+    events: list[Event]
+    statics: dict[int, str]
+    versions: dict[int, int]
+    outputs: frozenset[int]
+    """Storages of the graph's outputs."""
+    static: StaticBytes
+    cached_until: dict[int, int]
+    """Under autocast: the node (num_nodes: the loss) at whose end a storage would die if autograd saved nothing."""
+    devices: dict[int, torch.device]
+    """By storage serial."""
+    gradients: frozenset[int]
+    """Storages of the gradients that the backward makes and leaves behind."""
+    seen: Seen | None
+    """What other runs of the step may rely on; None if the gradients that the backward leaves cannot be told one by one, or
+    are not all on parameters."""
+    backward_flops: int
+    backward_moved_bytes: int
+
+
+def observe(
+    captured: Captured, inputs: Inputs, world: FakeWorld, step: TrainingStep, seen: Seen | None = None
+) -> Observation:
+    """Run the step on fakes and return what was seen. ``seen``: what an earlier run tells of it.
+
+    Errors: ``ProfileError`` naming the node that cannot run on fakes.
+    """
+    observation = _Observer(captured, inputs, world).run(step, seen)
+    if captured.autocast is not None or captured.autocast_device is not None:
+        _note_cached(observation, _Observer(captured, inputs, FakeWorld(inputs.leaves), discard=True), step)
+    return observation
+
+
+def _note_cached(observation: Observation, dry: _Observer, step: TrainingStep) -> None:
+    """Find internals that outlive their node though autograd holds nothing: those lie in autocast's cache.
+
+    ``dry`` runs forward and loss with saved tensors discarded; its allocations are those of ``observation`` in order.
+    """
+    dry.run_forward(step)
+    died_in: dict[int, int] = {}
+    window = -1
+    for event in dry.events:
+        if event.kind == "begin":
+            window = event.key
+        elif event.kind == "phase":
+            window = len(observation.nodes) if event.phase is not Phase.FORWARD else window
+        elif event.kind == "free":
+            died_in[event.key] = window
+    for seen, again in zip(_allocations(observation.events), _allocations(dry.events), strict=True):
+        for serial, twin in zip(seen, again, strict=True):
+            observation.cached_until[serial] = died_in.get(twin, len(observation.nodes))
+
+
+def _allocations(events: list[Event]) -> list[list[int]]:
+    """Return, for each node, the serials of what was allocated while it ran."""
+    result: list[list[int]] = []
+    inside = False
+    for event in events:
+        if event.kind == "begin":
+            result.append([])
+        inside = event.kind == "begin" or (inside and event.kind != "end")
+        if inside and event.kind == "alloc" and event.nbytes:
+            result[-1].append(event.key)
+    return result
+
+
+class _Saved:
+    """What autograd holds in place of a saved tensor; tells when it lets go."""
+
+    __slots__ = ("observer", "serial", "tensor")
+
+    def __init__(self, observer: _Observer, tensor: torch.Tensor) -> None:
+        self.observer = observer
+        self.serial = observer.tracker.serial(tensor)
+        self.tensor = tensor.detach()
+
+    def __del__(self) -> None:
+        self.observer.events.append(Event("release", self.serial))
+
+
+class _Observer:
+    def __init__(self, captured: Captured, inputs: Inputs, world: FakeWorld, *, discard: bool = False) -> None:
+        self.captured, self.inputs, self.world, self.discard = captured, inputs, world, discard
+        self.graph_module = captured.graph_module
+        self.events: list[Event] = []
+        self.tracker = StorageTracker(self._note_storage, self._note_op)
+        self.nodes: list[NodeObservation] = []
+        self.current: NodeObservation | None = None
+        self.statics: dict[int, str] = {}
+        self.devices: dict[int, torch.device] = {}
+        self.versions: dict[int, int] = {}
+        self.gradients: set[int] = set()
+        self.leaves_with_grad: list[torch.Tensor] = []
+        self.left: Gradients | None = None
+        self.backward_work = [0, 0]
+        self.in_backward = False
+        self.written: set[int] = set()
+        """What the current node's ops write by what is known of them: not every kernel raises a version."""
+
+    # -- listening ----------------------------------------------------------------------------------------------------
+
+    def _note_storage(self, kind: str, serial: int, nbytes: int) -> None:
+        self.events.append(Event(kind, serial, nbytes))
+
+    def _note_op(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self.current is None and not self.in_backward:
+            return
+        flops, moved_bytes = _work(func, args, kwargs, output)
+        if self.current is not None:
+            self.written.update(map(self.tracker.serial, _written(func, args, kwargs)))
+            self.current.flops += flops
+            self.current.moved_bytes += moved_bytes
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                drawn = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, torch.Tensor)]
+                self.current.draws_on.update(t.device for t in drawn)
+            if func.namespace in ("c10d", "_c10d_functional"):
+                self.current.effects = "runs a collective"
+            if any(isinstance(leaf, torch.Generator) for leaf in (*args, *kwargs.values())):
+                self.current.effects = "draws from a generator of its own"
+        else:
+            self.backward_work[0] += flops
+            self.backward_work[1] += moved_bytes
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved | None:
+        if self.discard:
+            return None
+        saved = _Saved(self, tensor)
+        if self.current is not None:
+            self.current.saves.append(saved.serial)
+        return saved
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        self.events.append(Event("unpack", saved.serial))
+        return saved.tensor
+
+    def _phase(self, phase: Phase) -> None:
+        self.events.append(Event("phase", -1, phase=phase))
+        self.in_backward = phase is Phase.BACKWARD
+        if phase is Phase.OPTIMIZER:
+            self.gradients.update(self._gradient_serials())
+            # A buffer that requires grad has a gradient left too.
+            if not any(buffer.requires_grad for buffer in self.graph_module.buffers()):
+                self.left = gradients_of([self.world.fake(p) for p in self.captured.parameters])
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, step: TrainingStep, seen: Seen | None) -> Observation:
+        fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
+        parameters = [self.world.fake(p) for p in self.captured.parameters]
+
+        def micro_batch() -> None:
+            leaves = FakeWorld(fakes).fake_all(fakes)
+            scout = _Observer(self.captured, self.inputs, self.world)
+
+            def forward() -> Any:
+                with self.captured.scope():
+                    return self.captured.unflatten(scout._forward(leaves))
+
+            run_step(forward, step.loss_fn, autocast=self.captured.autocast, keep_casts=False)
+
+        with gradients_untouched(self.captured.parameters), self.world.active(self.graph_module):
+            pairs = list(zip(self.captured.parameters, parameters, strict=True))
+            leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+            buffers = [self.world.fake(b) for b in self.graph_module.buffers() if b.requires_grad]
+            self.leaves_with_grad = parameters + buffers + leaves
+            optimizer, scaler = steady_state(step, pairs, micro_batch, self.tracker, seen)
+            static = self._hold_statics(fakes, optimizer, scaler)
+            earlier = self._gradient_serials()
+            cached_until: dict[int, int] = {}
+            outputs: list[int] = []
+
+            def forward() -> Any:
+                with self.captured.scope():
+                    leaves = self._forward(fakes)
+                outputs.extend(self.tracker.serial(t) for t in leaves if isinstance(t, torch.Tensor))
+                return self.captured.unflatten(leaves)
+
+            with ExitStack() as stack:
+                stack.enter_context(self.tracker)
+                stack.enter_context(ScalarReads())
+                run_step(forward, step.loss_fn, optimizer, self.captured.autocast, self._phase, scaler)
+        return Observation(
+            self.nodes,
+            self.events,
+            self.statics,
+            self.versions,
+            frozenset(outputs),
+            static,
+            cached_until,
+            self.devices,
+            frozenset(self.gradients - earlier),
+            None if self.left is None else Seen(self.left, optimizer.seen(parameters) if optimizer else None),
+            self.backward_work[0],
+            self.backward_work[1],
+        )
+
+    def run_forward(self, step: TrainingStep) -> None:
+        """Run forward and loss only."""
+        fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
+        with self.world.active(self.graph_module):
+            self._hold_statics(fakes)
+            context = self.captured.autocast.enter() if self.captured.autocast else nullcontext()
+            with self.tracker, context:
+                self._phase(Phase.FORWARD)
+                with self.captured.scope():
+                    output = self.captured.unflatten(self._forward(fakes))
+                self._phase(Phase.LOSS)
+                (step.loss_fn or default_loss)(output)
+
+    def _gradient_serials(self) -> set[int]:
+        grads = [leaf.grad for leaf in self.leaves_with_grad if leaf.grad is not None]
+        return {self.tracker.serial(part) for grad in grads for part in parts_of(grad)}
+
+    def _hold_statics(
+        self,
+        fakes: list[Any],
+        optimizer: SteadyOptimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> StaticBytes:
+        hold, fake = self.tracker.hold, self.world.fake
+        return StaticBytes(
+            parameters_bytes=hold(fake(p) for p in self.graph_module.parameters()),
+            buffers_bytes=hold(fake(b) for b in self.graph_module.buffers()),
+            inputs_bytes=hold(t for t in fakes if isinstance(t, torch.Tensor)),
+            gradients_bytes=hold(leaf.grad for leaf in self.leaves_with_grad if leaf.grad is not None),
+            optimizer_state_bytes=(optimizer.hold() if optimizer else 0) + hold(tensors_of([scaler])),
+        )
+
+    def _forward(self, fakes: list[Any]) -> tuple[Any, ...]:
+        """Run the graph as its generated code would: a value goes right after the node that uses it last."""
+        last_uses = _last_uses(self.graph_module.graph)
+        env: dict[fx.Node, Any] = {}
+        storages: dict[fx.Node, set[int]] = {}
+        references: Counter[int] = Counter()
+        inputs = iter(fakes)
+        for node in self.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(inputs)
+                self._note_static(node, env[node])
+            elif node.op == "get_attr":
+                env[node] = self._attribute(str(node.target))
+                self._note_static(node, env[node])
+            elif node.op == "output":
+                return tuple(fx.map_arg(node.args[0], lambda n: env[n]))
+            else:
+                with self._noting(node, env):
+                    env[node] = self._call(node, env)
+                    self._note_results(env[node])
+            storages[node] = set(self._storages(env[node]))
+            references.update(storages[node])
+            for dead in last_uses[node]:
+                del env[dead]
+                references.subtract(storages[dead])
+                if self.nodes:
+                    self.nodes[-1].lets_go += sorted(s for s in storages[dead] if references[s] == 0)
+        raise ProfileError("the captured graph has no output")
+
+    def _attribute(self, target: str) -> Any:
+        value: Any = self.graph_module
+        for part in target.split("."):
+            value = getattr(value, part)
+        return self.world.fake(value) if isinstance(value, torch.Tensor) else value
+
+    def _note_static(self, node: fx.Node, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            serial = self.tracker.serial(value)
+            self.statics.setdefault(serial, node.name)
+
+    def _storages(self, value: Any) -> Iterator[int]:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield self.tracker.serial(leaf)
+
+    @contextmanager
+    def _noting(self, node: fx.Node, env: dict[fx.Node, Any]) -> Iterator[None]:
+        """Open a record for ``node``; whatever happens meanwhile belongs to it."""
+        leaves, spec = tree_flatten(fx.map_arg((node.args, node.kwargs), lambda n: env[n]))
+        record = NodeObservation(len(self.nodes), node, tuple(leaves), spec)
+        record.effects = getattr(op_of(node.target), "effect", "")
+        tensors = [(place, t) for place, t in enumerate(leaves) if isinstance(t, torch.Tensor)]
+        for place, tensor in tensors:
+            serial = self.tracker.serial(tensor)
+            record.reads.append((place, View.of(tensor, serial), self.versions.get(serial, 0)))
+            self.devices[serial] = tensor.device
+        first: dict[int, int] = {}
+        for number, (_, tensor) in enumerate(tensors):
+            kept = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+            record.identities.append((first.setdefault(id(tensor), number), kept))
+        before = [tensor._version for _, tensor in tensors]
+        self.nodes.append(record)
+        self.current = record
+        self.written.clear()
+        start = len(self.events)
+        self.events.append(Event("begin", record.index))
+        del leaves
+        yield
+        self.events.append(Event("end", record.index))
+        self.current = None
+        made = {e.key for e in self.events[start:] if e.kind == "alloc"}
+        if not self.written <= made | {self.tracker.serial(tensor) for _, tensor in tensors}:
+            record.effects = record.effects or "writes to a tensor that is none of its arguments"
+        *statistics, from_batch = STATISTICS.get(op_of(node.target), (0,))
+        if statistics and record.leaves[from_batch]:
+            record.updates = tuple(place for place, _ in tensors if place in statistics)
+        updated: list[int] = []
+        for (place, tensor), version in zip(tensors, before, strict=True):
+            serial = self.tracker.serial(tensor)
+            if tensor._version != version or serial in self.written:
+                (updated if place in record.updates else record.writes).append(serial)
+        record.writes = list(dict.fromkeys(record.writes))
+        for serial in dict.fromkeys((*record.writes, *updated)):
+            self.versions[serial] = self.versions.get(serial, 0) + 1
+        freed = {e.key for e in self.events[start:] if e.kind == "free"}
+        record.creates = [e.key for e in self.events[start:] if e.kind == "alloc" and e.key not in freed]
+        record.leaves = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in record.leaves)
+
+    def _call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        if node.op != "call_function":
+            raise ProfileError(f"{node.format_node()}: only call_function nodes can be profiled")
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception as error:
+            raise ProfileError(f"{node.name} ({source_of(node)}) could not run on fake tensors: {error}") from error
+
+    def _note_results(self, output: Any) -> None:
+        assert self.current is not None
+        leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                self.current.outputs.append((place, View.of(leaf, self.tracker.serial(leaf))))
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the nodes whose value is used by it last (a value nobody uses ends at its own node)."""
+    seen: set[fx.Node] = set()
+    result: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        result[node] = []
+        for used in (*node.all_input_nodes, *([] if node.users or node.op == "output" else [node])):
+            if used not in seen:
+                seen.add(used)
+                result[node].append(used)
+    return result
+
+
+def _work(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
+    """Return (FLOPs, bytes moved) of one dispatched op; views do neither."""
+    results = [t for t in tree_leaves(output) if has_storage(t)]
+    operands = [t for t in tree_leaves((args, kwargs)) if has_storage(t)]
+    flops = flops_of(func, args, kwargs, output)
+    if not func._schema.is_mutable and all(r.untyped_storage()._cdata in _keys(operands) for r in results):
+        return flops, 0
+    return flops, sum(t.numel() * t.element_size() for t in (*results, *operands))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an op writes by its schema, and the running statistics it updates."""
+    mean, var, *flag = _UPDATING.get(func, (-1, -1))
+    unsaid = (mean, var) if all(args[place] for place in flag) else ()
+    if not (func._schema.is_mutable or func in _UPDATING):
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.is_write or place in unsaid:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (t for t in tree_leaves(value) if has_storage(t))
+
+
+def _keys(tensors: list[torch.Tensor]) -> set[int]:
+    return {t.untyped_storage()._cdata for t in tensors}

@@ -1,0 +1,170 @@
+"""Live storage bytes on the CPU and on fake tensors: which are alive, and the most there were.
+
+:class:`StorageTracker` sees every tensor an op returns and counts each *storage* once, from its first sight until it is
+freed. Scratch that a kernel allocates inside one ATen op is below the dispatcher and not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fxmem.profiling.caching_allocator import Allocation
+
+Listener = Callable[[str, int, int], None]
+"""Called with ``("alloc" | "free", serial, nbytes)``; a serial names a storage for good, unlike its address."""
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts live storage bytes, peak included, while it is active.
+
+    Storages that exist before and were not announced by :meth:`hold` weigh nothing. ``live_bytes`` and ``peak_bytes``
+    are in bytes. ``on_op`` is called after each dispatched op with ``(func, args, kwargs, output)``.
+    """
+
+    def __init__(
+        self, listener: Listener | None = None, on_op: Callable[[Any, Any, Any, Any], None] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._listener = listener
+        self._on_op = on_op
+        self._serials: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._next_serial = 0
+
+    def serial(self, tensor: torch.Tensor) -> int:
+        """Return the serial of ``tensor``'s storage; a storage never seen before weighs nothing."""
+        known = self._serials.get(tensor.untyped_storage()._cdata)
+        return self._add(tensor, counted=False) if known is None else known
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Count the storages of ``tensors`` as alive from now on; return the bytes this added."""
+        before = self.live_bytes
+        for tensor in tensors:
+            for part in parts_of(tensor):
+                if part.untyped_storage()._cdata not in self._serials:
+                    self._add(part, counted=True)
+        return self.live_bytes - before
+
+    def hold_bytes(self, nbytes: Iterable[int]) -> int:
+        """Count storages of so many bytes each as alive from now on; return the sum."""
+        before = self.live_bytes
+        for each in nbytes:
+            self._count("alloc", self._new_serial(), each)
+        return self.live_bytes - before
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Allocation]]:
+        """Yield a list of what is allocated and freed in the body."""
+        noted: list[Allocation] = []
+        before = self._listener
+
+        def both(kind: str, serial: int, nbytes: int) -> None:
+            noted.append((kind, serial, nbytes))
+            if before is not None:
+                before(kind, serial, nbytes)
+
+        self._listener = both
+        try:
+            yield noted
+        finally:
+            self._listener = before
+
+    def repeat(self, allocations: Iterable[Allocation]) -> None:
+        """Count allocations noted elsewhere, and the frees of what they made, once more."""
+        serials: dict[int, int] = {}
+        for kind, serial, nbytes in allocations:
+            if kind == "alloc":
+                serials[serial] = self._new_serial()
+            self._count(kind, serials[serial], nbytes)
+
+    def _add(self, tensor: torch.Tensor, *, counted: bool) -> int:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes() if counted else 0
+        serial = self._new_serial()
+        self._serials[key] = serial
+        self._refs[key] = weakref.ref(storage, lambda _: self._remove(key, serial, nbytes))
+        self._count("alloc", serial, nbytes)
+        return serial
+
+    def _remove(self, key: int, serial: int, nbytes: int) -> None:
+        if self._serials.get(key) == serial:
+            del self._serials[key], self._refs[key]
+        self._count("free", serial, nbytes)
+
+    def _new_serial(self) -> int:
+        serial, self._next_serial = self._next_serial, self._next_serial + 1
+        return serial
+
+    def _count(self, kind: str, serial: int, nbytes: int) -> None:
+        self.live_bytes += nbytes if kind == "alloc" else -nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self._listener is not None:
+            self._listener(kind, serial, nbytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a fake tensor answers queries such as prim.device through dispatch
+            return func(*args, **kwargs)
+        self._see((args, kwargs), counted=False)
+        output = func(*args, **kwargs)
+        self._see(output, counted=True)
+        if self._on_op is not None:
+            self._on_op(func, args, kwargs, output)
+        return output
+
+    def _see(self, tree: Any, *, counted: bool) -> None:
+        for leaf in tree_leaves(tree):
+            for part in parts_of(leaf):
+                if part.untyped_storage()._cdata not in self._serials:
+                    self._add(part, counted=counted)
+
+
+def has_storage(leaf: object) -> TypeGuard[torch.Tensor]:
+    """True for tensors that lie on one storage: dense ones; see :func:`parts_of` for sparse ones."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+
+
+def parts_of(leaf: object) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that hold the bytes of ``leaf``: itself, or a sparse tensor's indices and values."""
+    if has_storage(leaf):
+        return (leaf,)
+    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.sparse_coo:
+        return (leaf._indices(), leaf._values())
+    if isinstance(leaf, torch.Tensor) and leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (leaf.crow_indices(), leaf.col_indices(), leaf.values())
+    if isinstance(leaf, torch.Tensor) and leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (leaf.ccol_indices(), leaf.row_indices(), leaf.values())
+    return ()
+
+
+def tensors_of(holder: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that ``holder`` (a tensor, module, optimizer, GradScaler or a nest of them) refers to, with
+    gradients; of an optimized module, the constants of its emitted graph too."""
+    if isinstance(holder, torch.Tensor):
+        yield holder
+        if holder.is_leaf and holder.grad is not None:
+            yield holder.grad
+    elif isinstance(holder, torch.nn.Module):
+        for tensor in (*holder.parameters(), *holder.buffers()):
+            yield from tensors_of(tensor)
+        yield from getattr(holder, "fxmem_constants", ())
+    elif isinstance(holder, torch.optim.Optimizer):
+        for state in holder.state.values():
+            yield from tensors_of(tuple(state.values()))
+        for group in holder.param_groups:
+            yield from tensors_of(tuple(group.values()))
+    elif isinstance(holder, torch.amp.GradScaler):
+        yield from tensors_of((holder._scale, holder._growth_tracker))
+    else:
+        for leaf in tree_leaves(holder):
+            if leaf is not holder:
+                yield from tensors_of(leaf)

@@ -1,0 +1,196 @@
+"""The one definition of a training step.
+
+NOTE [The training step]
+
+1. ``output = model(batch)``; ``loss = loss_fn(output)``; ``loss.backward()``; ``optimizer.step()``;
+   ``optimizer.zero_grad(set_to_none=True)``. Gradients are absent at the start.
+2. With *gradient accumulation* it is the last micro-batch: those before it have left gradients on every parameter their
+   backward reaches, this one's are added to them. ``zero_grad(set_to_none=False)`` makes every step such a step. The
+   batch is new each time: a batch that requires grad has no gradient at the start.
+3. With a *scaler*: ``scaler.scale(loss).backward()``; ``scaler.step(optimizer)``; ``scaler.update()``. The scaler finds
+   no infinities, so the optimizer does step.
+4. Batch, output and loss are referred to until the step is over.
+5. It is a step of the steady state: the optimizer's and the scaler's state exists from the start. A parameter that the
+   backward does not reach has no gradient, and no state unless the optimizer given has some already.
+6. Under autocast, forward and loss run inside the region, scaling, backward and optimizer outside.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fxmem.errors import InputError, first_lines
+from fxmem.ir import Phase
+from fxmem.runtime.autocast import Autocast, casts_kept
+
+OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None
+LossFn = Callable[[Any], torch.Tensor]
+
+
+class Steps(Protocol):
+    """What a training step needs of an optimizer."""
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """What a training step is beside the model and its batch (NOTE [The training step])."""
+
+    loss_fn: LossFn | None = None
+    """Of the model's output; None: :func:`default_loss`."""
+    optimizer: OptimizerLike = None
+    """None: the step ends with the backward."""
+    accumulate: bool = False
+    """Whether earlier micro-batches have left gradients."""
+    scaler: torch.amp.GradScaler | None = None
+
+
+BARE = TrainingStep()
+"""Forward, default loss and backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientLike:
+    """What a gradient is like that lies alone on its storage."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def new(self) -> torch.Tensor:
+        """Return a tensor like it."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+Gradients = tuple[GradientLike | None, ...]
+"""What a backward leaves on each parameter, in the model's order; None where it does not reach."""
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> Gradients | None:
+    """Return what gradients there are; None if one of them is sparse, or shares or does not fill its storage."""
+    gradients = [p.grad for p in parameters]
+    if not all(grad is None or grad.layout == torch.strided for grad in gradients):
+        return None
+    storages = [grad.untyped_storage() for grad in gradients if grad is not None]
+    alone = len({storage._cdata for storage in storages}) == len(storages)
+    full = sum(storage.nbytes() for storage in storages) == sum(g.nbytes for g in gradients if g is not None)
+    if not (alone and full):
+        return None
+    return tuple(None if g is None else GradientLike(g.shape, g.stride(), g.dtype, g.device) for g in gradients)
+
+
+def usual_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
+    """Return what most models' backward leaves: on each parameter that requires grad a gradient like itself."""
+    return tuple(GradientLike(p.shape, p.stride(), p.dtype, p.device) if p.requires_grad else None for p in parameters)
+
+
+def run_step(
+    forward: Callable[[], Any],
+    loss_fn: LossFn | None = None,
+    optimizer: Steps | None = None,
+    autocast: Autocast | None = None,
+    on_phase: Callable[[Phase], None] = lambda phase: None,
+    scaler: torch.amp.GradScaler | None = None,
+    keep_casts: bool = True,
+) -> None:
+    """Run one training step (NOTE [The training step]). ``on_phase`` is told of each phase before it starts.
+
+    ``keep_casts=False``: autocast's cache is off, so that no cast is at hand for the next step in a region around.
+    """
+    cache = nullcontext() if keep_casts else casts_kept(False)
+    with cache, autocast.enter() if autocast else nullcontext():
+        on_phase(Phase.FORWARD)
+        output = forward()
+        on_phase(Phase.LOSS)
+        loss = _loss_of(output, loss_fn)
+    on_phase(Phase.BACKWARD)
+    if scaler is None:
+        loss.backward()
+    else:
+        scaler.scale(loss).backward()
+    on_phase(Phase.OPTIMIZER)
+    if optimizer is None:
+        return
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)  # type: ignore[arg-type]
+        scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _loss_of(output: Any, loss_fn: LossFn | None) -> torch.Tensor:
+    if loss_fn is None:
+        return default_loss(output)
+    try:
+        loss = loss_fn(output)
+    except Exception as error:
+        raise InputError(
+            f"loss_fn failed on fake tensors: {first_lines(error)}. It is called with the model's output alone and may not "
+            "look at values (item, boolean indices, numpy); where the real one does, pass one that is like it in memory"
+        ) from error
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise InputError(f"loss_fn must return a tensor of one element, not {shape}")
+    return loss
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """Return ``output.loss`` if there is one, else the sum of all floating tensors in ``output``."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    floating = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    if not floating:
+        raise InputError("the model's output holds no floating tensor to take a loss of; pass loss_fn=")
+    total = floating[0].sum()
+    for tensor in floating[1:]:
+        total = total + tensor.sum()
+    return total
+
+
+def check_step(step: TrainingStep) -> TrainingStep:
+    """Return ``step``. Errors: ``InputError`` if a part of it is not what it must be."""
+    optimizer, scaler = step.optimizer, step.scaler
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InputError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r}")
+    if isinstance(optimizer, str):
+        optimizer_class(optimizer)
+        return step
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer must be a torch.optim.Optimizer, its class, its name or None, not {optimizer!r}")
+    return step
+
+
+def without_state(optimizer: OptimizerLike) -> OptimizerLike:
+    """Return an optimizer like the one given, over the same parameters, before its first step, with what pickling keeps."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    fresh = copy(optimizer)
+    fresh.state = defaultdict(dict)
+    return fresh
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return the class in ``torch.optim`` of that name, in any case. Errors: ``InputError`` if there is none."""
+    known = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if name.lower() not in known:
+        raise InputError(f"unknown optimizer {name!r}; known: {', '.join(sorted(known))}; or pass an instance")
+    return known[name.lower()]

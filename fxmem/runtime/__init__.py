@@ -1,0 +1,1 @@
+"""What an emitted graph calls."""

@@ -1,0 +1,274 @@
+"""Ops that save or do less than eager's own, with the same bits: the forms that :mod:`fxmem.passes.compress_saved` puts in.
+
+Forward and backward call the kernels that eager calls. What differs is what lies in memory between the two:
+
+1. The mask of a *dropout* has one byte an element, where eager's, on the CPU, has the input's own dtype (Jain et al. 2018,
+   Gist, keep the masks of ReLUs so). The generator gives the same numbers for either.
+2. The indices of a *max pooling* point into a plane of at most 2**15 or 2**16 elements as a rule; eager's have 8 bytes.
+3. Some backwards take the op's input, but only look at its shape, strides and dtype: those of poolings, of paddings that
+   reflect or repeat, and of convolutions whose weight is frozen. They get as much memory, with nothing in it.
+4. The *safe softmax* of an attention saves what eager's does. That one goes over the scores three times more than a softmax
+   does, for rows that are masked out whole. In these a softmax is NaN; so one column of it tells if they need to be sought.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxmem.runtime.recompute import in_batched_backward
+
+aten = torch.ops.aten
+Overload = torch._ops.OpOverload
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        ctx.probability = probability
+        return _product(mask, probability, x, in_place=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        in_place = not (torch.is_grad_enabled() or in_batched_backward())
+        return _product(mask, ctx.probability, grad, in_place=in_place), None, None
+
+
+def _product(mask: torch.Tensor, probability: float, x: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+    """Return ``x * (mask / probability)``, in one pass over both where they lie alike."""
+    ones = mask.to(x.dtype)
+    quotient = _quotient(probability, x.dtype)
+    if not (in_place and math.isfinite(quotient) and _laid_out_alike(ones, x)):
+        return x * ones.div_(probability)
+    return torch.addcmul(x.new_full((), -0.0), ones, x, value=quotient, out=ones)  # -0.0 + y is y, zeros included
+
+
+@cache
+def _quotient(probability: float, dtype: torch.dtype) -> float:
+    """Return one over ``probability`` as the kernel divides in this dtype, whatever modes are on."""
+    with torch._C._DisableTorchDispatch():
+        return float(torch.ones((), dtype=dtype, device="cpu") / probability)
+
+
+def _laid_out_alike(dense: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell for certain that the product of both, the first dense, would be laid out as the first is."""
+    if dense.stride() == other.stride():
+        return 1 not in dense.shape or dense.stride() == make_contiguous_strides_for(dense.shape)
+    places = sorted(zip(dense.stride(), other.stride(), strict=True), reverse=True)
+    strides = [stride for _, stride in places if stride]  # a kernel lets dimensions of stride 0 go by
+    falling = all(a > b for a, b in pairwise(strides))
+    return falling and 1 not in dense.shape and dense.shape == other.shape
+
+
+def dropout_mask(x: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return one byte for each element of ``x``: 1 with this probability, else 0."""
+    return torch.empty_like(x, dtype=torch.int8).bernoulli_(probability)  # the CPU widens int8 faster than bool
+
+
+def masked_dropout(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return ``x`` with each element zero or, where ``mask`` has a 1, divided by ``probability``; the mask is saved."""
+    return cast(torch.Tensor, _Dropout.apply(x, mask, probability))  # type: ignore[no-untyped-call]
+
+
+# -- softmax of scores that a mask may have made -inf -------------------------------------------------------------------
+
+
+class _SafeSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.dim, ctx.dtype = dim, scores.dtype
+        result = torch.softmax(scores, dim)
+        if result.numel():
+            _clear_masked_rows(result, scores, dim)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (result,) = ctx.saved_tensors
+        return aten._softmax_backward_data(grad, result, ctx.dim, ctx.dtype), None
+
+
+def _clear_masked_rows(result: torch.Tensor, scores: torch.Tensor, dim: int) -> None:
+    """Set rows of ``result`` to zero where all ``scores`` are -inf. As many bytes are allocated if there are none."""
+    largest = scores.new_empty(scores.select(dim, 0).unsqueeze(dim).shape)
+    masked = torch.empty_like(largest, dtype=torch.bool)
+    total = result.select(dim, 0).sum()
+    if not isinstance(result, FakeTensor) and math.isnan(total.item()):
+        torch.amax(scores, dim, keepdim=True, out=largest)
+        torch.eq(largest, -math.inf, out=masked)
+        result.masked_fill_(masked, 0.0)
+
+
+def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the softmax of ``scores`` over ``dim``, zeros where all are -inf."""
+    return cast(torch.Tensor, _SafeSoftmax.apply(scores, dim))  # type: ignore[no-untyped-call]
+
+
+# -- inputs of which only the geometry is looked at --------------------------------------------------------------------
+
+
+class Geometry(NamedTuple):
+    """What a backward looks at of an input that it does not read."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: torch.Tensor) -> Geometry:
+        return Geometry(x.size(), x.stride(), x.dtype, x.device)
+
+    def blank(self) -> torch.Tensor:
+        """Return a tensor of this geometry, with anything in it."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+def with_defaults(op: Overload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``args`` and the defaults of the arguments of ``op`` that come after them."""
+    return (*args, *(argument.default_value for argument in op._schema.arguments[len(args) :]))
+
+
+BACKWARDS: dict[Overload, Overload] = {
+    aten.avg_pool2d.default: aten.avg_pool2d_backward.default,
+    aten.avg_pool3d.default: aten.avg_pool3d_backward.default,
+    aten._adaptive_avg_pool2d.default: aten._adaptive_avg_pool2d_backward.default,
+    aten._adaptive_avg_pool3d.default: aten._adaptive_avg_pool3d_backward.default,
+    aten.reflection_pad1d.default: aten.reflection_pad1d_backward.default,
+    aten.reflection_pad2d.default: aten.reflection_pad2d_backward.default,
+    aten.reflection_pad3d.default: aten.reflection_pad3d_backward.default,
+    aten.replication_pad1d.default: aten.replication_pad1d_backward.default,
+    aten.replication_pad2d.default: aten.replication_pad2d_backward.default,
+    aten.replication_pad3d.default: aten.replication_pad3d_backward.default,
+}
+"""Ops whose backward takes their input after the gradient, then their other arguments, and does not read the input."""
+
+
+class _Unread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: Overload, args: tuple[Any, ...]) -> torch.Tensor:
+        ctx.geometry, ctx.op, ctx.args = Geometry.of(x), op, args
+        return cast(torch.Tensor, op(x, *args))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        backward = BACKWARDS[ctx.op]
+        num_args = len(backward._schema.arguments) - 2  # adaptive poolings see their output's size on its gradient
+        return backward(grad, ctx.geometry.blank(), *ctx.args[:num_args]), None, None
+
+
+def input_unread(op: Overload, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Return ``op(x, *args)``, for an op of :data:`BACKWARDS`; nothing is saved."""
+    _, *rest = with_defaults(op, (x, *args))
+    return cast(torch.Tensor, _Unread.apply(x, op, tuple(rest)))  # type: ignore[no-untyped-call]
+
+
+class _FrozenConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.geometry, ctx.args = Geometry.of(x), args
+        # Which kernel runs may depend on whether autograd is on.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, _never_unpacked):
+            result = aten.convolution.default(x.detach().requires_grad_(), weight, bias, *args)
+        return cast(torch.Tensor, result.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        needs = [True, False, False]
+        grads = aten.convolution_backward.default(grad, ctx.geometry.blank(), weight, None, *ctx.args, needs)
+        return (grads[0], *[None] * (2 + len(ctx.args)))
+
+
+def _never_unpacked(_: object) -> torch.Tensor:
+    raise AssertionError("this convolution does not run backward")
+
+
+def frozen_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> torch.Tensor:
+    """Return what ``aten.convolution`` returns, weight and bias frozen; of what is computed nothing is saved."""
+    return cast(torch.Tensor, _FrozenConvolution.apply(x, weight, bias, *args))  # type: ignore[no-untyped-call]
+
+
+# -- max pooling -------------------------------------------------------------------------------------------------------
+
+POOL_BACKWARDS: dict[Overload, Any] = {
+    aten.max_pool2d_with_indices.default: aten.max_pool2d_with_indices_backward,
+    aten.max_pool3d_with_indices.default: aten.max_pool3d_with_indices_backward,
+}
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, op: Overload, args: tuple[Any, ...], saves_input: bool, narrows: bool
+    ) -> torch.Tensor:
+        result, indices = op(x, *args)
+        if narrows:
+            dims = 2 if op is aten.max_pool2d_with_indices.default else 3
+            indices = indices.to(index_dtype(math.prod(x.shape[-dims:])))
+        ctx.save_for_backward(indices, *((x,) if saves_input else ()))
+        ctx.geometry, ctx.op, ctx.args = Geometry.of(x), op, args
+        return cast(torch.Tensor, result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        indices, *inputs = ctx.saved_tensors
+        geometry, backward = ctx.geometry, POOL_BACKWARDS[ctx.op]
+        dim = None if indices.dtype == torch.int64 else split_dim(geometry.size, geometry.stride)
+        if dim is None or torch.is_grad_enabled() or in_batched_backward():
+            x = inputs[0] if inputs else geometry.blank()
+            return backward.default(grad, x, *ctx.args, indices.to(torch.int64)), *[None] * 4
+        result = geometry.blank()
+        wholes = grad, indices, result, *inputs
+        for grads, narrow, results, *xs in zip(*(whole.chunk(NUM_PARTS, dim) for whole in wholes), strict=True):
+            x = xs[0] if xs else geometry._replace(size=results.size()).blank()
+            backward.grad_input(grads, x, *ctx.args, narrow.to(torch.int64), grad_input=results)
+        return result, *[None] * 4
+
+
+NUM_PARTS = 4
+"""In so many parts, one after the other, a backward takes place for which indices are widened again. With two or more there
+is never more in memory than the wide indices of the whole."""
+
+
+def split_dim(size: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
+    """Return the dimension in whose slices a pooling's backward may run, with a result laid out as ``stride`` says.
+
+    None if there is none.
+    """
+    is_contiguous = tuple(stride) == make_contiguous_strides_for(size)
+    is_last = len(size) in (4, 5) and size[1] > 1 and tuple(stride) == make_channels_last_strides_for(size)
+    if size[0] > 1 and (is_contiguous or is_last):
+        return 0
+    return 1 if size[1] > 1 and is_contiguous else None
+
+
+def index_dtype(num_elements: int) -> torch.dtype:
+    """Return the narrowest dtype that numbers so many elements."""
+    if num_elements <= 2**15:
+        return torch.int16
+    if num_elements <= 2**16:
+        return torch.uint16
+    return torch.int32 if num_elements <= 2**31 else torch.int64
+
+
+def lean_max_pool(op: Overload, saves_input: bool, narrows: bool, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Return the first result of ``op(x, *args)``, a max pooling.
+
+    ``saves_input``: whether ``x`` is saved; it need not be, which is of use where nothing else saves it. ``narrows``:
+    whether indices are saved as narrow as they may be.
+    """
+    _, *rest = with_defaults(op, (x, *args))
+    return cast(torch.Tensor, _MaxPool.apply(x, op, tuple(rest), saves_input, narrows))  # type: ignore[no-untyped-call]

@@ -1,0 +1,94 @@
+"""Python bindings of ATen's ops: ``torch.layer_norm`` for ``torch.ops.aten.layer_norm.default``.
+
+Both run the same op, but the call of an overload from Python costs several microseconds more, which is all that a small
+kernel takes. In: a captured graph. Out: for each call, what the emitted graph is to call. A binding resolves its overload
+anew from the arguments, so it is used only where it was seen to dispatch the same kernels with the same arguments as the
+overload (on fakes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from fxmem.torch_patches import grouped_matmuls
+
+Target = Callable[..., Any]
+
+_found: dict[tuple[Target, object], Target] = {}  # by overload and the types it is called with
+
+
+def callable_of(node: fx.Node) -> Target:
+    """Return what does the same as ``node.target`` in the fewest microseconds."""
+    target: Target = node.target  # type: ignore[assignment]
+    if not isinstance(target, torch._ops.OpOverload):
+        return target
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    values = [leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    tensors = [value for value in values if isinstance(value, FakeTensor)]
+    if not tensors or any(isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) for value in values):
+        return target
+    # A tensor without dimensions passes for a number too.
+    kinds = tuple([(v.dtype, v.dim() == 0) if isinstance(v, FakeTensor) else type(v) for v in values])
+    key = (target, (str(spec), kinds))
+    if key not in _found:
+        args, kwargs = tree_unflatten(values, spec)
+        expected = _dispatched(target, args, kwargs)
+        same = (c for c in _candidates(target) if expected and _dispatched(c, args, kwargs) == expected)
+        _found[key] = next(same, target)
+    return _found[key]
+
+
+def _candidates(op: torch._ops.OpOverload) -> Iterator[Target]:
+    """Yield the functions in C++ that bear the name of ``op``."""
+    namespace, _, name = op._schema.name.partition("::")
+    for module in (torch._C._nn, torch, torch.Tensor) if namespace == "aten" else ():
+        candidate = getattr(module, name, None)
+        if isinstance(candidate, BuiltinFunctionType | MethodDescriptorType):
+            yield candidate
+
+
+class _Record(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, spec = tree_flatten((args, kwargs or {}))
+        self.calls.append((func, str(spec), _described(leaves)))
+        return func(*args, **(kwargs or {}))
+
+
+def _dispatched(target: Target, args: Any, kwargs: Any) -> list[object]:
+    """Return the kernels that a call reaches, each with its arguments, and what it returns; nothing if it fails."""
+    leaves, spec = tree_flatten((args, kwargs))
+    fake_mode = next(leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
+    try:
+        with grouped_matmuls(), fake_mode, _Record() as record:
+            args, kwargs = tree_unflatten([_stand_in(leaf) for leaf in leaves], spec)
+            output = target(*args, **kwargs)
+    except Exception:  # a binding that refuses these arguments, in whatever way, is not the one
+        return []
+    return [*record.calls, _described(tree_leaves(output))]
+
+
+def _stand_in(leaf: Any) -> Any:
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+def _described(leaves: list[Any]) -> tuple[object, ...]:
+    return tuple(
+        (tuple(leaf.size()), leaf.stride(), leaf.dtype, leaf.device)
+        if isinstance(leaf, torch.Tensor)
+        else (type(leaf), repr(leaf))
+        for leaf in leaves
+    )

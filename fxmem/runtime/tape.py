@@ -1,0 +1,492 @@
+"""The saved-tensor tape: what an emitted graph calls while it runs.
+
+In: a :class:`TapeTable` (the plan, compiled). Nodes that save something the plan drops run inside
+``saved_tensors_hooks``; every other node runs untouched.
+
+NOTE [Who owns what on the tape]
+
+1. Autograd owns *handles* (what ``pack`` returns), a handle owns a *slot* (one per storage), so memory dies exactly
+   when autograd lets go. The tape owns a slot only in the forward, until the last node that can give it an owner.
+2. A kept slot holds a tensor. A dropped slot is empty after the forward and holds the slots of its recipe's inputs;
+   once refilled it holds the tensor and lets go of those slots.
+3. Unpacking an empty slot runs the recipes of the empty slots it needs, in position order, and refills each slot the
+   plan's retain limit allows. The order in which autograd asks is not assumed: retained graphs, partial backwards and
+   several forwards work alike.
+4. Hooks switch autograd's version check off, so a slot remembers the version of what it holds and raises what
+   autograd would have raised.
+5. A kernel may lay its output out otherwise than its fake does. From there on the geometries of all nodes on the tape are
+   noted in the forward, and a re-run goes by what was noted; but a view that turns out a copy, or a copy a view, cannot
+   be followed. So whatever makes a storage that a re-run reads is on the tape, also where others write it later.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from fxmem.errors import PlanMismatchError, SavedTensorModifiedError
+from fxmem.runtime.autocast import Autocast, autocast_as_in_forward
+from fxmem.runtime.backend_flags import present, under
+from fxmem.runtime.layout import View, Views, layout_error, layout_message, memory_error
+from fxmem.runtime.recompute import (
+    RandomStates,
+    Replay,
+    SavedInRerun,
+    leaves_of,
+    outside_of_batch,
+    stash_random_states,
+    without_graph,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTape:
+    """What the tape does at one node of the emitted graph."""
+
+    index: int
+    name: str
+    draws_on: tuple[torch.device, ...]
+    """Devices whose generators are stashed before it runs: a recipe of the plan runs it again."""
+    hooked: bool
+    """It saves something the plan drops."""
+    arguments: tuple[tuple[int, View], ...]
+    """(place among the argument leaves, geometry) of tensor arguments."""
+    loose: tuple[tuple[int, View], ...]
+    """Those arguments, of a node that a recipe runs again, that may lie otherwise than on fakes: an input may be anywhere
+    in its storage, and a dimension of one element has any stride, by which a kernel may be chosen."""
+    outputs: tuple[tuple[int, View], ...]
+    """(place among the output leaves, geometry) of outputs on managed storages."""
+    internals: tuple[int, ...]
+    """Managed storages of what autograd saves beside arguments and outputs, in order of first appearance."""
+    drops_fresh: bool
+    """The plan drops something that is saved here and is none of the arguments."""
+    holds: tuple[tuple[bool, int, int], ...]
+    """(from outputs, place, storage): kept storages, final after this node, that a recomputation reads."""
+    connects: tuple[tuple[int, tuple[int, ...]], ...]
+    """(recipe, dropped storages that it makes), final after this node: their slots take hold of the recipe's inputs."""
+    frees: tuple[int, ...]
+    """Storages whose slots have all their owners once this node is done: the forward lets go of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TapeTable:
+    """A plan compiled for the runtime. Lists are indexed by managed storage."""
+
+    nodes: dict[int, NodeTape]
+    replays: tuple[Replay | None, ...]
+    """By recipe."""
+    elementwise: frozenset[int]
+    """Recipes that run without autograd."""
+    recipe_inputs: tuple[tuple[int, ...], ...]
+    """By recipe: the managed storages it reads."""
+    recipe_statics: tuple[tuple[int, ...], ...]
+    """By recipe: the static tensors it reads (``~j``)."""
+    recipe_of: tuple[int | None, ...]
+    limits: tuple[int, ...]
+    dropped: frozenset[int]
+    """Dropped storages whose slot can have an owner."""
+    internal: frozenset[int]
+    """Managed storages that are internals."""
+    devices: tuple[torch.device, ...]
+    autocast: Autocast | None
+    """The state recipes run again in."""
+    regions_inside: bool
+    """Whether some of their ops enter autocast regions of their own."""
+    names: tuple[str, ...]
+
+
+class Held:
+    """A tensor that is kept, with the version it had (NOTE [Who owns what on the tape], rule 4)."""
+
+    __slots__ = ("name", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, name: str = "a saved tensor") -> None:
+        self.tensor, self.version, self.name = tensor, tensor._version, name
+
+    def get(self) -> torch.Tensor:
+        """Return the held tensor, after the check autograd would have made."""
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise SavedTensorModifiedError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.name} ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; expected version "
+                f"{self.version} instead. Do the in-place write after the backward, or on a clone."
+            )
+        return tensor
+
+
+class Slot:
+    """The one place of a storage for one forward call (NOTE [Who owns what on the tape])."""
+
+    __slots__ = ("__weakref__", "held", "inputs", "storage", "tape")
+
+    def __init__(self, tape: Tape, storage: int) -> None:
+        self.tape, self.storage = tape, storage
+        self.inputs: tuple[Slot, ...] = ()
+        self.held: Held | None = None
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Hold ``tensor``, which is cut off from autograd."""
+        self.held = Held(tensor, self.tape.table.names[self.storage])
+        self.inputs = ()
+
+    def get(self) -> torch.Tensor:
+        assert self.held is not None
+        return self.held.get()
+
+
+class Handle:
+    """What autograd holds in place of a saved tensor whose storage is dropped: a slot and the geometry on it."""
+
+    __slots__ = ("slot", "view")
+
+    def __init__(self, slot: Slot, view: View) -> None:
+        self.slot, self.view = slot, view
+
+
+class Fresh:
+    """What autograd holds in place of a tensor that a node itself made: kept, or once it is settled, a handle."""
+
+    __slots__ = ("key", "settled")
+
+    def __init__(self, key: int, tensor: torch.Tensor) -> None:
+        self.key = key
+        self.settled: Held | Handle = Held(tensor.detach())  # its own node would own itself
+
+
+def unpack(saved: Held | Handle | Fresh) -> torch.Tensor:
+    """Return the saved tensor, recomputing its storage if the slot is empty."""
+    if type(saved) is Fresh:
+        saved = saved.settled
+    if type(saved) is Handle:
+        slot = saved.slot
+        if slot.held is None:
+            slot.tape.refill(slot)
+        return saved.view.on(slot.get())
+    assert type(saved) is Held
+    return saved.get()
+
+
+class Tape:
+    """One forward call of an emitted graph."""
+
+    def __init__(
+        self, table: TapeTable, statics: dict[int, torch.Tensor], counters: dict[int, torch.Tensor] | None = None
+    ) -> None:
+        """``statics``, ``counters``: see :class:`TapeOpener`."""
+        self.table = table
+        self.random_states: dict[int, RandomStates] = {}
+        self._views: dict[int, Views] = {}
+        self._relaid: dict[int, int] = {}
+        """Storages that hold what lies otherwise than planned, each with its identity in this call."""
+        self._switches = present()
+        self._statics = statics
+        self._static_versions: dict[int, int] = {}
+        self._counters = counters or {}
+        self._counter_versions: dict[int, int] = {}
+        self._open: dict[int, Slot] | None = {}
+        self._slots: dict[int, weakref.ref[Slot]] = {}
+        self._lock = threading.RLock()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def run(self, index: int, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one node of the graph and return its output."""
+        node = self.table.nodes[index]
+        if node.draws_on:
+            self.random_states[index] = stash_random_states(node.draws_on)
+        if node.loose or self._relaid:
+            self._note_views(node, leaves_of((args, kwargs)))
+        if node.hooked:
+            output = self._run_hooked(node, target, args, kwargs)
+        else:
+            output = target(*args, **kwargs)
+        leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
+        for place, view in node.outputs:
+            if self._relaid or not view.same_layout(leaves[place]):
+                self._relay(node, leaves, leaves_of((args, kwargs)))
+                break
+        for from_outputs, place, storage in node.holds:
+            source = leaves if from_outputs else leaves_of((args, kwargs))
+            self._slot(storage).fill(source[place].detach())
+        if node.connects or node.frees:
+            self._connect(node)
+        return output
+
+    def _note_views(self, node: NodeTape, argument_leaves: list[Any]) -> None:
+        for place, view in node.arguments if self._relaid else node.loose:
+            tensor = argument_leaves[place]
+            if not view.lies_as(tensor):
+                self._note_view(node, place, view, tensor)
+            if view.storage in self._relaid and self._relaid[view.storage] != tensor.untyped_storage()._cdata:
+                raise memory_error(node.name)
+
+    def _note_view(self, node: NodeTape, key: int, view: View, tensor: torch.Tensor) -> None:
+        actual = view._replace(stride=tensor.stride(), offset=int(tensor.storage_offset()))
+        self._views.setdefault(node.index, {})[key] = actual
+
+    def _relay(self, node: NodeTape, leaves: list[Any], argument_leaves: list[Any]) -> None:
+        """Note outputs that lie otherwise than planned, and go on (NOTE [Who owns what on the tape], rule 5)."""
+        given = {view.storage: argument_leaves[place].untyped_storage()._cdata for place, view in node.arguments}
+        for place, view in node.outputs:
+            output = leaves[place]
+            if not view.is_alike(output):
+                raise layout_error(node.name, view, output)
+            key, is_view = output.untyped_storage()._cdata, view.storage in given
+            if (is_view and key != given[view.storage]) or (not is_view and key in given.values()):
+                raise memory_error(node.name)
+            if not (is_view or view.fills_as(output)):
+                raise layout_error(node.name, view, output)
+            if not view.same_layout(output):
+                self._note_output(node, place, view, output)
+
+    def _note_output(self, node: NodeTape, place: int, view: View, output: torch.Tensor) -> None:
+        if not self._relaid:
+            warnings.warn(
+                f"{layout_message(node.name, view, output)}: re-runs follow it, the peak may be above the budget",
+                stacklevel=2,
+            )
+        self._relaid[view.storage] = output.untyped_storage()._cdata
+        self._note_view(node, ~place, view, output)
+
+    def _run_hooked(
+        self, node: NodeTape, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        argument_leaves = leaves_of((args, kwargs))
+        # By identity: autograd saves most arguments as they are.
+        arguments = {id(argument_leaves[place]): view for place, view in node.arguments}
+        by_storage: dict[int, int] = {}  # filled if something else is saved
+        fresh: list[Fresh] = []
+
+        def pack(tensor: torch.Tensor) -> Held | Handle | Fresh:
+            view = arguments.get(id(tensor))
+            if view is not None:
+                return self._handle(tensor, view)
+            if not by_storage:
+                by_storage.update(
+                    (argument_leaves[place].untyped_storage()._cdata, view.storage) for place, view in node.arguments
+                )
+            key = tensor.untyped_storage()._cdata
+            storage = by_storage.get(key)
+            if storage is not None:
+                return self._handle(tensor, View.of(tensor, storage))
+            if not node.drops_fresh:
+                return Held(tensor.detach())
+            fresh.append(Fresh(key, tensor))
+            return fresh[-1]
+
+        try:
+            with saved_tensors_hooks(pack, unpack):
+                output = target(*args, **kwargs)
+            if node.drops_fresh:
+                self._settle(node, fresh, output)
+        finally:  # autograd keeps the pack hook, and all it refers to, as long as any tensor saved here
+            arguments.clear()
+            argument_leaves.clear()
+            fresh.clear()
+        return output
+
+    def _handle(self, tensor: torch.Tensor, view: View) -> Held | Handle:
+        """Return what autograd is to hold in place of an argument planned to lie as ``view``."""
+        if view.storage not in self.table.dropped:
+            return Held(tensor)
+        return Handle(self._slot(view.storage), view if view.lies_as(tensor) else View.of(tensor, view.storage))
+
+    def _settle(self, node: NodeTape, fresh: list[Fresh], output: Any) -> None:
+        """Say of each fresh saved tensor whether it is an output or an internal, and drop it if the plan says so."""
+        leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
+        keys = [leaf.untyped_storage()._cdata if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+        planned = {keys[place]: view for place, view in node.outputs}
+        internals = dict.fromkeys([saved.key for saved in fresh if saved.key not in keys], -1)
+        if len(internals) == len(node.internals):
+            internals = dict(zip(internals, node.internals, strict=True))
+        else:
+            warnings.warn(
+                f"{node.name} saves {len(internals)} internal tensors, {len(node.internals)} were planned; they "
+                "are kept: gradients are right, the peak may be above the budget",
+                stacklevel=2,
+            )
+        for saved in fresh:
+            view = planned.get(saved.key)
+            storage = view.storage if view is not None else internals.get(saved.key, -1)
+            if storage in self.table.dropped:
+                assert type(saved.settled) is Held
+                tensor = saved.settled.tensor
+                if view is None or not view.is_of(tensor):
+                    view = View.of(tensor, storage)
+                saved.settled = Handle(self._slot(storage), view)
+
+    def _slot(self, storage: int) -> Slot:
+        assert self._open is not None, "the forward is over"
+        slot = self._open.get(storage)
+        if slot is None:
+            slot = self._open[storage] = Slot(self, storage)
+            self._slots[storage] = weakref.ref(slot)
+        return slot
+
+    def _connect(self, node: NodeTape) -> None:
+        """Let empty slots hold what they are recomputed from, and let go of slots that others own by now."""
+        table = self.table
+        assert self._open is not None, "the forward is over"
+        for recipe, storages in node.connects:
+            inputs = tuple([self._slot(i) for i in table.recipe_inputs[recipe]])
+            for storage in storages:
+                self._slot(storage).inputs = inputs
+        for storage in node.frees:
+            self._open.pop(storage, None)
+
+    def close(self) -> None:
+        """End the forward."""
+        self._open = None
+        self._static_versions = {j: tensor._version for j, tensor in self._statics.items()}
+        self._counter_versions = {j: tensor._version for j, tensor in self._counters.items()}
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def refill(self, target: Slot) -> None:
+        """Recompute the empty ``target`` and whatever empty slots it needs."""
+        with self._lock:
+            if target.held is None:
+                self._recompute(target)
+
+    def _recompute(self, target: Slot) -> None:
+        position = self.table.recipe_of[target.storage]
+        assert position is not None
+        positions, readers = self._needed(target)
+        on_the_way: dict[int, torch.Tensor] = {}
+        saved, table = SavedInRerun(), self.table
+        region = autocast_as_in_forward(table.autocast, table.devices, regions_inside=table.regions_inside)
+        graph = without_graph() if table.elementwise.issuperset(positions) else saved
+        with outside_of_batch(), graph, region, under(self._switches):
+            for p in positions:
+                self._run_recipe(p, target, position, readers, on_the_way, saved)
+
+    def _needed(self, target: Slot) -> tuple[list[int], dict[int, int]]:
+        """Return the recipes to run, in order, and for each storage they refill, how many of them read it.
+
+        A function of its own, so that no local variable owns a slot while the recipes run.
+        """
+        recipe_of, recipe_inputs = self.table.recipe_of, self.table.recipe_inputs
+        if all(slot.held is not None for slot in target.inputs):
+            position = recipe_of[target.storage]
+            assert position is not None
+            return [position], {}
+        needed, stack = {target.storage}, [target]
+        while stack:
+            for slot in stack.pop().inputs:
+                if slot.held is None and slot.storage not in needed:
+                    needed.add(slot.storage)
+                    stack.append(slot)
+        positions = sorted({p for s in needed if (p := recipe_of[s]) is not None})
+        readers = dict.fromkeys(needed, 0)
+        for p in positions:
+            for storage in recipe_inputs[p]:
+                if storage in readers:
+                    readers[storage] += 1
+        return positions, readers
+
+    def _run_recipe(
+        self,
+        p: int,
+        target: Slot,
+        position: int,
+        readers: dict[int, int],
+        on_the_way: dict[int, torch.Tensor],
+        saved: SavedInRerun,
+    ) -> None:
+        table = self.table
+        replay = table.replays[p]
+        assert replay is not None
+        refilled = []
+        for storage in replay.products:
+            slot = self._empty_slot(storage)
+            if slot is not None and (slot is target or position <= table.limits[storage]):
+                refilled.append(slot)
+        saved.capture = any(slot.storage in table.internal for slot in refilled)
+        bases = self._bases(p, on_the_way)
+        replay.run(bases, self.random_states, saved, self._views)
+        for storage in replay.products:
+            if readers.get(storage, 0) > 0:
+                on_the_way[storage] = bases[storage]
+        for slot in refilled:
+            slot.fill(bases[slot.storage])
+        for storage in table.recipe_inputs[p]:
+            if storage in readers:
+                readers[storage] -= 1
+                if readers[storage] == 0:
+                    on_the_way.pop(storage, None)
+
+    def _empty_slot(self, storage: int) -> Slot | None:
+        """Return the slot of ``storage`` if it is empty and somebody owns it."""
+        reference = self._slots.get(storage)
+        slot = reference() if reference is not None and storage in self.table.dropped else None
+        return slot if slot is not None and slot.held is None else None
+
+    def _bases(self, p: int, on_the_way: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        bases = {}
+        for storage in self.table.recipe_inputs[p]:
+            if storage in on_the_way:
+                bases[storage] = on_the_way[storage]
+            else:
+                slot = self._slots[storage]()
+                assert slot is not None
+                bases[storage] = slot.get()
+        for j in self.table.recipe_statics[p]:
+            bases[j] = self._static(j)
+        return bases
+
+    def _static(self, j: int) -> torch.Tensor:
+        tensor = self._statics[j]
+        if tensor._version != self._static_versions[j]:
+            raise SavedTensorModifiedError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter, buffer or input ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; "
+                f"expected version {self._static_versions[j]} instead. Call optimizer.step() after the last backward."
+            )
+        if j in self._counters and self._counters[j]._version != self._counter_versions[j]:
+            raise SavedTensorModifiedError(
+                f"running statistics ({tensor.dtype}, {tuple(tensor.shape)}) that a batch norm in eval mode read were "
+                "updated by a call in training mode since; what was made of them cannot be recomputed. Call backward "
+                'before the next forward, or pass policy=[("batch_norm", "save"), ("frozen_batch_norm", "save")].'
+            )
+        return tensor
+
+
+class TapeOpener(torch.nn.Module):
+    """The emitted graph's ``fxmem_tape`` submodule: opens a tape for one call."""
+
+    def __init__(self, table: TapeTable, statics: tuple[int, ...], counters: dict[int, torch.Tensor]) -> None:
+        """``counters``: of statics whose version does not tell when they are written, tensors whose version does."""
+        super().__init__()
+        self.table = table
+        self._statics, self._counters = statics, counters
+
+    def forward(self, *statics: torch.Tensor) -> Tape:
+        """Return a fresh tape. ``statics``: the parameters, buffers and inputs that recipes read, in planned order."""
+        if len(statics) != len(self._statics):
+            raise PlanMismatchError(f"{len(self._statics)} static tensors were planned, {len(statics)} were given")
+        return Tape(self.table, dict(zip(self._statics, statics, strict=True)), self._counters)
+
+
+class TapedCall:
+    """A target of the emitted graph: runs one node on the tape and returns its output."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.target = target
+        self.__name__ = self.__qualname__ = f"taped_{getattr(target, '__name__', 'call')}"
+        self.__module__ = __name__
+
+    def __call__(self, tape: Tape, index: int, *args: Any, **kwargs: Any) -> Any:
+        return tape.run(index, self.target, args, kwargs)
+
+
+def close_tape(tape: Tape) -> None:
+    """End the forward of ``tape``."""
+    tape.close()
