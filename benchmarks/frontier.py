@@ -39,7 +39,9 @@ from benchmarks.ways import COMPILE_BUDGETS, EAGER, Way
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
 from fxmem.ir import GraphProfile
-from fxmem.pipeline import Settings, profile_as_captured
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.passes.contract import run_passes
+from fxmem.pipeline import PASSES
 from fxmem.planners.bound import Relaxation
 from fxmem.planners.pareto import Clock, cheapest_within
 from fxmem.planners.registry import PLANNERS
@@ -168,13 +170,14 @@ def profile_of(entry: Entry) -> GraphProfile:
     model, inputs = entry.build().train(), Inputs.of(*entry.batch())
     settings = Settings(
         budget_bytes=None,
-        step=TrainingStep(entry.loss),
+        step=TrainingStep(loss_fn=entry.loss, optimizer=None),
         planner="auto",
         plan_seconds=PLAN_SECONDS,
         hardware=PRESETS["a100"],
         cache=False,
     )
-    return profile_as_captured(model, capture(model, inputs), inputs, settings).profile
+    context = CompileContext(model, inputs, settings)
+    return context.profile_of(run_passes(capture(model, inputs), PASSES, context)).profile
 
 
 def row_of(entry: Entry) -> Row:

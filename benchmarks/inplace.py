@@ -27,7 +27,9 @@ from benchmarks.results_file import RESULTS, machine
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
 from fxmem.ir import KEEP, GraphProfile, Plan
-from fxmem.pipeline import Settings, profile_as_captured
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.passes.contract import run_passes
+from fxmem.pipeline import PASSES
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.roofline import PRESETS
 from fxmem.profiling.storage_tracker import StorageTracker
@@ -140,8 +142,9 @@ def pairs(name: str) -> Pairs:
     with torch.device("meta"):
         model, (args, kwargs) = bench.build("gpu"), bench.batch("gpu")
     inputs = Inputs.of(args, kwargs)
-    settings = Settings(None, TrainingStep(bench.loss), "auto", 1.0, PRESETS["v100"])
-    profile = profile_as_captured(model, capture(model, inputs), inputs, settings).profile
+    settings = Settings(None, TrainingStep(loss_fn=bench.loss, optimizer=None), "auto", 1.0, PRESETS["v100"])
+    context = CompileContext(model, inputs, settings)
+    profile = context.profile_of(run_passes(capture(model, inputs), PASSES, context)).profile
     plan = pair_plan(profile)
     saved_bytes = sum(s.nbytes for s in profile.storages if s.num_saves)
     kept_bytes = sum(s.nbytes for s in profile.storages if s.num_saves and plan.limits[s.index] == KEEP)
@@ -166,8 +169,9 @@ def frozen() -> Frozen:
         if isinstance(module, nn.BatchNorm2d):
             module.eval().requires_grad_(False)
     inputs = Inputs.of((x,), {})
-    settings = Settings(None, TrainingStep(), "auto", 1.0, PRESETS["v100"])
-    profile = profile_as_captured(model, capture(model, inputs), inputs, settings).profile
+    settings = Settings(None, TrainingStep(optimizer=None), "auto", 1.0, PRESETS["v100"])
+    context = CompileContext(model, inputs, settings)
+    profile = context.profile_of(run_passes(capture(model, inputs), PASSES, context)).profile
     eager_bytes = fxmem.estimate(model, x, optimizer=None).peak_bytes
     return Frozen("resnet50", batch_size, eager_bytes, simulate(profile, keep_all(profile)).peak_bytes, 5.18, 2.88)
 

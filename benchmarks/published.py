@@ -34,7 +34,8 @@ from benchmarks.results_file import RESULTS, machine
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
 from fxmem.ir import FrontierPoint, GraphProfile
-from fxmem.pipeline import Settings, frontier_of, profile_model
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.pipeline import frontier_of, profile_for_short_memory
 from fxmem.planners.bound import lower_bound
 from fxmem.planners.pareto import cheapest_within
 from fxmem.profiling.roofline import PRESETS
@@ -256,14 +257,14 @@ def planned(network: Network, batch: int) -> Planned:
         inputs = Inputs.of((torch.empty(batch, 3, *network.image),), {})
     settings = Settings(
         budget_bytes=None,
-        step=TrainingStep(network.loss),
+        step=TrainingStep(loss_fn=network.loss, optimizer=None),
         planner="auto",
         plan_seconds=network.plan_seconds,
         hardware=PRESETS[network.card],
         cache=False,
     )
     captured = capture(model, inputs)
-    profiled = profile_model(model, captured, inputs, settings)
+    profiled = profile_for_short_memory(captured, CompileContext(model, inputs, settings))
     eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, seen=profiled.seen)
     points = frontier_of(profiled.profile, settings)
     return Planned(profiled.profile, points, eager_bytes, time.perf_counter() - start)

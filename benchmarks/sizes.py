@@ -65,7 +65,7 @@ def _measure(name: str) -> list[Row]:
     inputs = Inputs.of(tuple(args), dict(kwargs))
     size = inputs.tensors[0].shape[dim]
     dims = frozenset((i, dim) for i, t in enumerate(inputs.leaves) if t.dim() > dim and t.shape[dim] == size)
-    report = _optimized(model, bench, None).compile_for(resized(inputs, dims, sizes[0]), None).report
+    report = _optimized(model, bench, None).fxmem.compiled_for(resized(inputs, dims, sizes[0]), None).report
     budget_bytes = report.floor_bytes + round(SHARE * (report.eager_peak_bytes - report.floor_bytes))
     shared = _optimized(model, bench, budget_bytes)
     rows = []
@@ -82,7 +82,7 @@ def _optimized(model: nn.Module, bench: models.BenchModel, budget_bytes: int | N
 
 def _first_sight(optimized: fxmem.OptimizedModule, inputs: Inputs) -> tuple[str, float, float]:
     start = time.thread_time()
-    report = optimized.compile_for(inputs, None).report
+    report = optimized.fxmem.compiled_for(inputs, None).report
     return report.planner, time.thread_time() - start, report.overhead_ratio
 
 

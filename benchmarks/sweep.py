@@ -21,7 +21,8 @@ from tabulate import tabulate
 
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Captured, Inputs
-from fxmem.pipeline import Settings, emit_within_budget, frontier_of, profile_model
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.pipeline import emit_within_budget, frontier_of, profile_for_short_memory
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import TrainingStep, run_step
 from fxmem.profiling.verify import eager_peak_bytes
@@ -88,9 +89,10 @@ def _run_budgets(
     optimizer: str,
     plan_seconds: float,
 ) -> list[dict[str, Any]]:
-    step = TrainingStep(entry.loss, optimizer)
+    step = TrainingStep(loss_fn=entry.loss, optimizer=optimizer)
     settings = Settings(None, step, "auto", plan_seconds, None)
-    profiled = profile_model(model, captured, inputs, settings)
+    context = CompileContext(model, inputs, settings, region)
+    profiled = profile_for_short_memory(captured, context)
     points = frontier_of(profiled.profile, settings)
     eager_bytes = eager_peak_bytes(model, captured, inputs, step)
     floor_bytes = points[-1].peak_bytes
@@ -108,8 +110,7 @@ def _run_budgets(
     ]
     for share in SHARES:
         budget_bytes = floor_bytes + int(share * max(0, eager_bytes - floor_bytes))
-        bounded = Settings(budget_bytes, step, "auto", plan_seconds, None)
-        emitted = emit_within_budget(profiled, inputs, bounded, points)
+        emitted = emit_within_budget(profiled, context.with_settings(budget_bytes=budget_bytes), points)
         measured_bytes = _measured(
             lambda module=emitted.graph_module: captured.call(module, inputs.leaves),
             emitted.graph_module,

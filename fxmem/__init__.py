@@ -1,9 +1,10 @@
 """fxmem: train a PyTorch model inside a memory budget, with the same numbers."""
 
+from fxmem.api import pickles  # noqa: F401  (names that old pickles look for)
 from fxmem.api.estimate import Estimate, estimate
-from fxmem.api.frontier import BudgetPoint, frontier
+from fxmem.api.frontier import BudgetPoint, Frontier, frontier
 from fxmem.api.module import OptimizedModule, optimize
-from fxmem.api.track import track
+from fxmem.api.track import Measurement, track
 from fxmem.errors import (
     BudgetError,
     CaptureError,
@@ -16,26 +17,40 @@ from fxmem.errors import (
     SavedTensorModifiedError,
     VerificationError,
 )
-from fxmem.ir import Plan
-from fxmem.report.text import Report
+from fxmem.ir import Phase, Plan, Timeline, TimelineStep, Verification
+from fxmem.profiling.caching_allocator import AllocatorPeaks
+from fxmem.profiling.training_step import TrainingStep
+from fxmem.report.peak import Breakdown, Place
+from fxmem.report.text import Report, Row
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllocatorPeaks",
+    "Breakdown",
     "BudgetError",
     "BudgetPoint",
     "CaptureError",
     "Estimate",
+    "Frontier",
     "FxMemError",
     "InfeasibleBudgetError",
     "InputError",
+    "Measurement",
     "NotPlannedError",
     "OptimizedModule",
+    "Phase",
+    "Place",
     "Plan",
     "PlanMismatchError",
     "ProfileError",
     "Report",
+    "Row",
     "SavedTensorModifiedError",
+    "Timeline",
+    "TimelineStep",
+    "TrainingStep",
+    "Verification",
     "VerificationError",
     "estimate",
     "frontier",

@@ -22,11 +22,41 @@ NOTE [Storages, recipes and ticks]
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum, StrEnum
+from typing import Any
 
 KEEP = -1
 """Retain limit of a storage that is held from its creation until its last use."""
+
+
+class PlainData:
+    """A dataclass that can be written down: as dicts, lists, numbers and texts."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the public fields by name, ready for ``json.dumps``; bytes and seconds as their names say."""
+        assert is_dataclass(self)
+        return {f.name: as_plain(getattr(self, f.name)) for f in fields(self) if not f.name.startswith("_")}
+
+
+def as_plain(value: Any) -> Any:
+    """Return ``value`` with its dataclasses as dicts, its sequences as lists, its enums as their values."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, PlainData):
+        return value.to_dict()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: as_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(each) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return as_plain(value._asdict())
+    if isinstance(value, tuple | list | set | frozenset):
+        return [as_plain(each) for each in value]
+    return value
 
 
 class Phase(StrEnum):
@@ -39,7 +69,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Source(PlainData):
     """Where a node came from: module path (``layer1.0.conv1``) and the user's ``file:line``; empty when unknown."""
 
     module_path: str = ""
@@ -144,7 +174,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class StaticBytes:
+class StaticBytes(PlainData):
     """Bytes that are there for the whole step, by kind; every tick's unmanaged bytes include them."""
 
     parameters_bytes: int = 0
@@ -187,7 +217,7 @@ class GraphProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(PlainData):
     """What to keep and what to recompute: one retain limit for each managed storage.
 
     ``KEEP``: held from creation to its last use by autograd or by a recomputation. Otherwise the storage is dropped
@@ -206,7 +236,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class TimelineStep:
+class TimelineStep(PlainData):
     """One point of a simulated or measured step: the largest sum of live bytes while it lasted."""
 
     phase: Phase
@@ -216,7 +246,7 @@ class TimelineStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(PlainData):
     """What :func:`fxmem.planners.simulate.simulate` says of a plan."""
 
     peak_bytes: int
@@ -230,7 +260,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontierPoint:
+class FrontierPoint(PlainData):
     """A plan with what the simulator says of it; a frontier is a tuple of these, peaks falling, times rising."""
 
     plan: Plan
@@ -246,7 +276,7 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(PlainData):
     """The planned peak beside that of the emitted module run on fakes; they are equal unless fxmem has a bug."""
 
     planned_bytes: int
@@ -258,7 +288,7 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True)
-class InplaceDecision:
+class InplaceDecision(PlainData):
     """Whether one op is done in place; ``why_not`` is empty if it is."""
 
     node: str

@@ -1,64 +1,54 @@
-"""The compiler on one page: capture, profile, plan, rewrite, verify.
+"""The compiler on one page: capture, profile, rewrite for less memory, plan, emit, verify.
 
-In: a model, one call's inputs, :class:`Settings`. Out: a :class:`Compiled`: the emitted GraphModule, its plan and report.
+In: a :class:`CompileContext`, which holds a model, one call's inputs and what the user asked for. Out: a
+:class:`Compiled`: the emitted GraphModule, its plan and report.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from fxmem.capture.dynamic_batch import without_values
 from fxmem.capture.export import as_in_training, capture
-from fxmem.capture.graph import Captured, Inputs
+from fxmem.capture.graph import Captured
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import FrontierPoint, GraphProfile, Plan, Timeline, Verification
-from fxmem.passes.compress_saved import notes_of, with_lean_saves
-from fxmem.passes.emit import rewrite
-from fxmem.passes.inplace import decide, in_place
+from fxmem.passes.compress_saved import CompressSaved, notes_of
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.passes.contract import Pass, run_passes
+from fxmem.passes.emit import Emit
+from fxmem.passes.inplace import Inplace
 from fxmem.planners import frontier_cache
 from fxmem.planners.bound import lower_bound
 from fxmem.planners.pareto import cheapest_within, pareto
 from fxmem.planners.plan_check import check_plan
 from fxmem.planners.plan_transfer import Planned, carried_over, counterparts, of_same_graph, taken_over
-from fxmem.planners.policy import Rule, constrain, enforce, matches
+from fxmem.planners.policy import constrain, enforce
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
-from fxmem.profiling.profile import Profiled, profile
-from fxmem.profiling.roofline import Hardware, hardware_for
-from fxmem.profiling.training_step import TrainingStep
+from fxmem.profiling.profile import Profiled
 from fxmem.profiling.verify import cuda_peaks, eager_peak_bytes, verify
-from fxmem.report.text import Report, build_report, place_of_tick
+from fxmem.report.peak import place_of
+from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
 
+__all__ = ["CompileContext", "Compiled", "Settings", "compile_model"]
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the user asked for, checked. ``budget_bytes`` None: as little recomputation as possible, no bound."""
+log = logging.getLogger("fxmem")
 
-    budget_bytes: int | None
-    step: TrainingStep
-    planner: str
-    plan_seconds: float
-    """CPU time of the planner's thread."""
-    hardware: Hardware | None
-    """None: the preset of the model's device."""
-    measure: bool = False
-    """Whether op times are measured on the model's device."""
-    policy: tuple[Rule, ...] = ()
-    cache: bool = True
-    """Whether frontiers and measured op times are kept on disk."""
-    inplace: bool = True
-    """Whether ops that may write over their input do."""
+PASSES: tuple[Pass, ...] = (Inplace(),)
+"""Of every graph."""
+PASSES_FOR_SHORT_MEMORY: tuple[Pass, ...] = (CompressSaved(),)
+"""Then, of those whose step does not fit its budget as it is: these cost time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,128 +64,72 @@ class Compiled:
 
 
 def compile_model(
-    model: torch.nn.Module,
-    inputs: Inputs,
-    settings: Settings,
-    autocast: Autocast | None = None,
-    captured: Captured | None = None,
-    earlier: Sequence[Planned] = (),
+    context: CompileContext, captured: Captured | None = None, earlier: Sequence[Planned] = ()
 ) -> Compiled:
-    """Return ``model`` compiled for the signature of ``inputs``; ``captured``: its graph, if already there.
+    """Return the model compiled for one signature; ``captured``: its graph, if already there.
 
     ``earlier``: other sizes of that graph, planned before, whose plans are taken over where they are as good here. Errors:
     ``CaptureError``, ``ProfileError``, ``InfeasibleBudgetError``; nothing big is allocated before they show.
     """
-    start = time.perf_counter()
-    captured = captured or capture(model, inputs, autocast)
-    plain = profile_as_captured(model, captured, inputs, settings)
-    profiled, chosen, planned = plain, emit_if_all_fits(plain, inputs, settings), None
-    if chosen is None:
-        lean = profile_with_lean_saves(plain, model, inputs, settings)
-        profiled, chosen = emit_taken_over(lean, model, inputs, settings, earlier)
-    if chosen is None:
-        profiled = with_measured_times(lean, cache=settings.cache) if settings.measure else lean
+    start, settings = time.perf_counter(), context.settings
+    captured = captured or capture(context.model, context.inputs, context.autocast)
+    graph = run_passes(captured, PASSES, context)
+    profiled, planned = context.profile_of(graph), None
+    emitted = emit_if_all_fits(profiled, context)
+    if emitted is None:
+        profiled = context.profile_of(run_passes(graph, PASSES_FOR_SHORT_MEMORY, context))
+        profiled, emitted = emit_taken_over(profiled, context, earlier)
+    if emitted is None:
+        profiled = with_times(profiled, context)
         planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
-        chosen = emit_within_budget(profiled, inputs, settings, planned.points)
-    eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, seen=profiled.seen)
+        emitted = emit_within_budget(profiled, context, planned.points)
+    eager_bytes = eager_peak_bytes(context.model, captured, context.inputs, settings.step, seen=profiled.seen)
+    on_cuda = any(device.type == "cuda" for device in profiled.devices)
     report = build_report(
         profiled.profile,
-        chosen.point,
-        chosen.verification,
+        emitted.point,
+        emitted.verification,
         budget_bytes=settings.budget_bytes,
         eager_peak_bytes=eager_bytes,
-        least_bytes=_later(plain, model, inputs, settings) if planned is None else planned.points[-1].peak_bytes,
-        peak_step=chosen.timeline.peak_step,
+        least_bytes=UnplannedFloor.of(graph, context) if planned is None else planned.points[-1].peak_bytes,
+        peak_step=emitted.timeline.peak_step,
         bound_seconds=lower_bound(
-            profiled.profile, settings.budget_bytes or chosen.point.peak_bytes, chosen.point.recompute_seconds
+            profiled.profile, settings.budget_bytes or emitted.point.peak_bytes, emitted.point.recompute_seconds
         ),
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings, profiled.captured),
-        inplace=profiled.inplace,
-        cuda=cuda_peaks(chosen.events) if any(device.type == "cuda" for device in profiled.devices) else None,
+        inplace=graph.inplace,
+        cuda=cuda_peaks(emitted.events) if on_cuda else None,
     )
-    return Compiled(chosen.graph_module, profiled.captured, chosen.point.plan, report, planned)
+    return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned)
 
 
-def _later(plain: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings) -> Callable[[], int]:
-    """Return a function that plans for the least peak, once, when it is called, in autocast regions as around this call;
-    it does not keep the batch."""
-    shapes, types = without_values(inputs), {device.type for device in plain.devices}
-    around, casts = [region for kind in types if (region := Autocast.of(kind))], torch.is_autocast_cache_enabled()
-
-    @cache
-    def least_bytes() -> int:
-        with ExitStack() as stack:
-            for context in (as_in_training(), autocast_as_in_forward(None, plain.devices), casts_kept(casts)):
-                stack.enter_context(context)
-            for region in around:
-                stack.enter_context(region.enter())
-            profiled = profile_for_short_memory(plain, model, shapes, settings)
-            return frontier_of(profiled.profile, settings)[-1].peak_bytes
-
-    return least_bytes
+# -- profiles and frontiers ------------------------------------------------------------------------------------------
 
 
-def profile_model(
-    model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings, earlier: Profiled | None = None
-) -> Profiled:
-    """Return the profile that plans for short memory are made on, with times of the device or of the one asked for.
-
-    ``earlier``: a profile of another size, which spares work.
-    """
-    profiled = profile_as_captured(model, captured, inputs, settings, earlier)
-    return profile_for_short_memory(profiled, model, inputs, settings)
+def profile_for_short_memory(captured: Captured, context: CompileContext) -> Profiled:
+    """Return the profile that plans are made on where a step does not fit as it is, with the times asked for."""
+    graph = run_passes(captured, (*PASSES, *PASSES_FOR_SHORT_MEMORY), context)
+    return with_times(context.profile_of(graph), context)
 
 
-def profile_as_captured(
-    model: torch.nn.Module, captured: Captured, inputs: Inputs, settings: Settings, earlier: Profiled | None = None
-) -> Profiled:
-    """Return the profile of ``captured``, in place where that is safe, with estimated times."""
-    profiled = profile(captured, inputs, _hardware(model, settings).seconds, settings.step, earlier)
-    return profile_in_place(profiled, model, inputs, settings)
+def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
+    """Return ``profiled`` with op times measured on the model's device, if that is asked for."""
+    settings = context.settings
+    return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
 
 
-def profile_in_place(profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings) -> Profiled:
-    """Return the profile of the same graph, in place where that is safe, with estimated times."""
-    decisions = decide(profiled) if settings.inplace else ()
-    if any(not decision.why_not for decision in decisions):
-        captured = in_place(profiled.captured, decisions)
-        profiled = profile(captured, inputs, _hardware(model, settings).seconds, settings.step, profiled)
-    return replace(profiled, inplace=decisions)
-
-
-def profile_for_short_memory(
-    profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings
-) -> Profiled:
-    """Return the profile of the same graph that saves less, with times of the device or of the one asked for."""
-    lean = profile_with_lean_saves(profiled, model, inputs, settings)
-    return with_measured_times(lean, cache=settings.cache) if settings.measure else lean
-
-
-def profile_with_lean_saves(profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings) -> Profiled:
-    """Return the profile of the same graph, with calls that save less than autograd's own, with estimated times."""
-    lean = with_lean_saves(profiled, lambda node: any(matches(where, node) for where, _ in settings.policy))
-    if lean is profiled.captured:
-        return profiled
-    timer = _hardware(model, settings).seconds
-    return replace(profile(lean, inputs, timer, settings.step, profiled), inplace=profiled.inplace)
-
-
-def _keep_all(graph_profile: GraphProfile) -> FrontierPoint:
-    plan = keep_all(graph_profile)
-    return FrontierPoint(plan, simulate(graph_profile, plan).peak_bytes, 0.0)
-
-
-def frontier_of(graph_profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
+def frontier_of(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
     """Return the planner's points under the policy; keeping all it lets is always one of them."""
-    constrained, recomputed = constrain(graph_profile, settings.policy)
+    constrained, recomputed = constrain(profile, settings.policy)
     name, seconds = settings.planner, settings.plan_seconds
     points = frontier_cache.load(constrained, name, seconds) if settings.cache else None
     if points is None:
+        log.info("planning %d ops with %r, for at most %.0f s of CPU time", len(profile.nodes), name, seconds)
         points = PLANNERS[name](constrained, seconds=seconds)
         if settings.cache:
             frontier_cache.store(constrained, name, seconds, points)
-    return pareto(enforce(constrained, pareto((_keep_all(graph_profile), *points)), recomputed))
+    return pareto(enforce(constrained, pareto((_keep_all(profile), *points)), recomputed))
 
 
 def least_peak_bytes(profile: GraphProfile, settings: Settings, planned: list[Planned], budget_bytes: int) -> int:
@@ -210,60 +144,99 @@ def least_peak_bytes(profile: GraphProfile, settings: Settings, planned: list[Pl
     return min(point.peak_bytes for point in points)
 
 
+def _keep_all(profile: GraphProfile) -> FrontierPoint:
+    plan = keep_all(profile)
+    return FrontierPoint(plan, simulate(profile, plan).peak_bytes, 0.0)
+
+
+@dataclass(slots=True)
+class UnplannedFloor:
+    """The least peak of a step that fits as it is: planned for once, when it is asked for."""
+
+    graph: Captured
+    context: CompileContext
+    """Without the batch, which is not kept for this."""
+    regions: tuple[Autocast, ...]
+    """Autocast regions around the call, and whether their casts are kept."""
+    casts: bool
+    _known: int | None = field(default=None)
+
+    @staticmethod
+    def of(graph: Captured, context: CompileContext) -> UnplannedFloor:
+        types = {device.type for device in context.profile_of(graph).devices}
+        regions = tuple(region for kind in types if (region := Autocast.of(kind)))
+        return UnplannedFloor(graph, context.without_values(), regions, torch.is_autocast_cache_enabled())
+
+    def __call__(self) -> int:
+        if self._known is None:
+            devices = self.context.profile_of(self.graph).devices
+            with ExitStack() as stack:
+                for scope in (as_in_training(), autocast_as_in_forward(None, devices), casts_kept(self.casts)):
+                    stack.enter_context(scope)
+                for region in self.regions:
+                    stack.enter_context(region.enter())
+                graph = run_passes(self.graph, PASSES_FOR_SHORT_MEMORY, self.context)
+                profiled = with_times(self.context.profile_of(graph), self.context)
+                self._known = frontier_of(profiled.profile, self.context.settings)[-1].peak_bytes
+        return self._known
+
+
+# -- emitting --------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Emitted:
+    """A plan written into the graph, and its step as it ran on fakes."""
+
     point: FrontierPoint
     timeline: Timeline
     graph_module: fx.GraphModule
     verification: Verification
     events: tuple[Allocation, ...]
-    """Every allocation and free of the emitted module's step, as verified."""
+    """Every allocation and free of the step."""
 
 
-def emit_if_all_fits(profiled: Profiled, inputs: Inputs, settings: Settings) -> Emitted | None:
+def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | None:
     """Emit the plan that keeps all the policy lets; None where its peak exceeds the budget."""
+    settings = context.settings
     constrained, recomputed = constrain(profiled.profile, settings.policy)
     point = pareto(enforce(constrained, [_keep_all(profiled.profile)], recomputed))[0]
     most_bytes = math.inf if settings.budget_bytes is None else settings.budget_bytes
     if point.peak_bytes > most_bytes:
         return None
-    emitted = _emit(profiled, inputs, settings.step, point)
+    emitted = _emit(profiled, context, point)
     return emitted if emitted.verification.verified_bytes <= most_bytes else None
 
 
 def emit_taken_over(
-    profiled: Profiled, model: torch.nn.Module, inputs: Inputs, settings: Settings, earlier: Sequence[Planned]
+    profiled: Profiled, context: CompileContext, earlier: Sequence[Planned]
 ) -> tuple[Profiled, Emitted | None]:
     """Emit the cheapest plan of an earlier size, by the times of the nearest one; None where none is good enough."""
-    earlier = of_same_graph(profiled.profile, earlier)
+    earlier, settings = of_same_graph(profiled.profile, earlier), context.settings
     if not earlier:
         return profiled, None
     assert settings.budget_bytes is not None, "without a budget all fits"
-    hardware, like = _hardware(model, settings), earlier[0].profile
-    profiled = with_times_like(profiled, like, counterparts(profiled.profile, like), hardware.seconds)
+    like = earlier[0].profile
+    profiled = with_times_like(profiled, like, counterparts(profiled.profile, like), context.hardware.seconds)
     points = taken_over(profiled.profile, earlier, settings.policy, settings.budget_bytes)
-    return profiled, _emit_cheapest(profiled, inputs, settings, points)
+    return profiled, _emit_cheapest(profiled, context, points)
 
 
-def emit_within_budget(
-    profiled: Profiled, inputs: Inputs, settings: Settings, points: tuple[FrontierPoint, ...]
-) -> Emitted:
+def emit_within_budget(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted:
     """Emit the cheapest point whose *verified* peak is within the budget. Errors: ``InfeasibleBudgetError``."""
-    emitted = _emit_cheapest(profiled, inputs, settings, points)
+    emitted = _emit_cheapest(profiled, context, points)
     if emitted is None:
-        assert settings.budget_bytes is not None
-        raise _infeasible(profiled.profile, points, settings.budget_bytes)
+        assert context.settings.budget_bytes is not None
+        raise _infeasible(profiled.profile, points, context.settings.budget_bytes)
     return emitted
 
 
-def _emit_cheapest(
-    profiled: Profiled, inputs: Inputs, settings: Settings, points: tuple[FrontierPoint, ...]
-) -> Emitted | None:
+def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
     """Where a verified peak exceeds the budget though the planned one did not, plan again that much lower."""
-    budget_bytes = settings.budget_bytes
+    budget_bytes = context.settings.budget_bytes
     limit_bytes = points[0].peak_bytes if budget_bytes is None else budget_bytes
     while (point := cheapest_within(points, limit_bytes)) is not None:
-        emitted = _emit(profiled, inputs, settings.step, point)
+        emitted = _emit(profiled, context, point)
         verified_bytes = emitted.verification.verified_bytes
         if budget_bytes is None or verified_bytes <= budget_bytes:
             return emitted
@@ -271,29 +244,30 @@ def _emit_cheapest(
     return None
 
 
-def _emit(profiled: Profiled, inputs: Inputs, step: TrainingStep, point: FrontierPoint) -> Emitted:
+def _emit(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> Emitted:
     check_plan(profiled.profile, point.plan)
     timeline = simulate(profiled.profile, point.plan)
-    graph_module = rewrite(profiled, point.plan)
+    graph_module = run_passes(profiled.captured, (Emit(point.plan),), context).graph_module
     events: list[Allocation] = []
     verification = verify(
         graph_module,
         profiled.captured,
-        inputs,
+        context.inputs,
         timeline,
-        step,
+        context.settings.step,
         lambda *event: events.append(event),
         profiled.seen,
     )
     return Emitted(point, timeline, graph_module, verification, tuple(events))
 
 
-def _infeasible(
-    graph_profile: GraphProfile, points: tuple[FrontierPoint, ...], budget_bytes: int
-) -> InfeasibleBudgetError:
+# -- what the user is told --------------------------------------------------------------------------------------------
+
+
+def _infeasible(profile: GraphProfile, points: Sequence[FrontierPoint], budget_bytes: int) -> InfeasibleBudgetError:
     least = min(points, key=lambda point: point.peak_bytes)
-    timeline = simulate(graph_profile, least.plan)
-    tick, static = graph_profile.ticks[timeline.peak_step], graph_profile.static
+    timeline = simulate(profile, least.plan)
+    tick, static = profile.ticks[timeline.peak_step], profile.static
     rest_bytes = max(0, tick.start_bytes - static.total_bytes)
     breakdown = (
         ("parameters", static.parameters_bytes),
@@ -304,18 +278,7 @@ def _infeasible(
         ("gradients and loss", rest_bytes),
         ("activations and working set", least.peak_bytes - static.total_bytes - rest_bytes),
     )
-    return InfeasibleBudgetError(
-        budget_bytes, least.peak_bytes, breakdown, place_of_tick(graph_profile, timeline.peak_step)
-    )
-
-
-def _hardware(model: torch.nn.Module, settings: Settings) -> Hardware:
-    """Return the hardware asked for, else the preset of the model's device."""
-    if settings.hardware is not None:
-        return settings.hardware
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
-    return hardware_for(device.type, name)
+    return InfeasibleBudgetError(budget_bytes, least.peak_bytes, breakdown, str(place_of(profile, timeline.peak_step)))
 
 
 def _notes(settings: Settings, captured: Captured) -> tuple[str, ...]:

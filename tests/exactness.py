@@ -217,7 +217,7 @@ def check(
     state = {name: t.detach().clone() for name, t in _state(model)}
     example = Inputs(tuple(_copied(leaf) for leaf in inputs.leaves), inputs.spec)
     captured = capture(model, example, region)
-    profiled = profile(captured, example, PRESETS["cpu"].seconds, TrainingStep(loss))
+    profiled = profile(captured, example, PRESETS["cpu"].seconds, TrainingStep(loss_fn=loss, optimizer=None))
     assert torch.equal(random_state, torch.get_rng_state()), "planning drew random numbers"
     changed = [name for name, t in _state(model) if not same_bits(state[name], t.detach())]
     assert not changed, f"planning changed {changed}"
@@ -225,7 +225,7 @@ def check(
     graphs = [("", profiled, plans)]
     lean = with_lean_saves(profiled, lambda node: False, least_share=0.0)
     if lean is not captured:
-        leaner = profile(lean, example, PRESETS["cpu"].seconds, TrainingStep(loss))
+        leaner = profile(lean, example, PRESETS["cpu"].seconds, TrainingStep(loss_fn=loss, optimizer=None))
         graphs.append((" saving less", leaner, plans[-NUM_LEAN_PLANS:]))
     for what, graph, its_plans in graphs:
         for make_plan in its_plans:
@@ -256,7 +256,7 @@ def _compare(
     timeline = simulate(profiled.profile, plan)
     emitted = rewrite(profiled, plan)
     constants = [t for t in (*emitted.buffers(), *emitted.parameters()) if id(t) not in own]
-    verification = verify(emitted, profiled.captured, example, timeline, TrainingStep(loss))
+    verification = verify(emitted, profiled.captured, example, timeline, TrainingStep(loss_fn=loss, optimizer=None))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return profiled.captured.call(emitted, Inputs.of(args, kwargs).leaves)

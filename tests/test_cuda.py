@@ -16,7 +16,8 @@ from torch import nn
 import fxmem
 from fxmem.capture.export import _check_recurrent, capture
 from fxmem.capture.graph import Inputs
-from fxmem.pipeline import Settings, emit_within_budget, frontier_of, profile_model
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.pipeline import emit_within_budget, frontier_of, profile_for_short_memory
 from fxmem.profiling.caching_allocator import (
     Allocation,
     CachingAllocator,
@@ -196,8 +197,9 @@ def test_a_report_of_a_model_on_cuda_says_what_the_emitted_step_reserves() -> No
     assert "reserved" not in str(report)
     inputs = Inputs.of((x,), {})
     settings = Settings(report.floor_bytes, TrainingStep(optimizer="adamw"), "auto", 1.0, None)
-    profiled = profile_model(model, capture(model, inputs), inputs, settings)
-    emitted = emit_within_budget(profiled, inputs, settings, frontier_of(profiled.profile, settings))
+    context = CompileContext(model, inputs, settings)
+    profiled = profile_for_short_memory(capture(model, inputs), context)
+    emitted = emit_within_budget(profiled, context, frontier_of(profiled.profile, settings))
     peaks = cuda_peaks(emitted.events)
     assert 0 <= peaks.allocated_bytes - peaks.workspace_bytes - emitted.verification.verified_bytes < MIB
     assert f"{peaks.reserved_bytes / 1e6:.4f}" in str(replace(report, cuda=peaks))

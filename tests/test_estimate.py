@@ -490,7 +490,7 @@ def test_each_budget_on_the_chain_of_matmuls_buys_as_many_as_can_be_bought() -> 
         assert point.recompute_seconds <= 5 - b
 
 
-STEP = TrainingStep(accumulate=True)
+STEP = TrainingStep(optimizer=None, accumulate=True)
 """Gradients are there from the start, so the peak falls by what is not saved, as long as the re-run fits beneath it."""
 
 
@@ -605,7 +605,7 @@ def test_what_was_seen_of_a_step_changes_no_allocation_of_the_next_run_even_wher
     model, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(4, 8)
     make, scaler = SEEN_OPTIMIZERS[name], torch.amp.GradScaler("cpu") if scaled else None
     optimizer = make if isinstance(make, type) else make(model) if make else name
-    inputs, step = Inputs.of((x,), {}), TrainingStep(None, optimizer, accumulate, scaler)
+    inputs, step = Inputs.of((x,), {}), TrainingStep(optimizer=optimizer, accumulate=accumulate, scaler=scaler)
     captured = capture(model, inputs)
     right = profile(captured, inputs, lambda flops, moved: 1.0, step).seen
     assert right is not None
@@ -649,7 +649,7 @@ def test_usual_gradients_are_supposed_and_the_step_observed_again_where_they_are
 ) -> None:
     model = Partly(kind)
     inputs = Inputs.of((torch.randint(10, (4, 2)) if kind == "sparse" else torch.randn(4, 8),), {})
-    captured, step = capture(model, inputs), TrainingStep(None, optimizer)
+    captured, step = capture(model, inputs), TrainingStep(optimizer=optimizer)
     observed = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -674,7 +674,7 @@ def test_a_constant_of_the_emitted_graph_is_counted_by_whoever_tracks_the_module
 
     model, x = Shifted(), torch.randn(4, 8)
     optimized = fxmem.optimize(model, x, optimizer=None, planner="chen")
-    assert sum(t.nbytes for t in optimized.fxmem_constants) == 8 * 4
+    assert sum(t.nbytes for t in optimized.fxmem.constants) == 8 * 4
     run_step(lambda: optimized(x))
     model.zero_grad()
     with fxmem.track(optimized, x) as memory:

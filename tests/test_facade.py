@@ -155,8 +155,8 @@ def test_a_copy_does_without_the_optimizers_state() -> None:
     optimizer.step()
     twin = copy.deepcopy(optimized)
     assert len(optimizer.state) == len(list(model.parameters()))
-    assert not twin._settings.step.optimizer.state
-    assert twin._settings.step.optimizer.param_groups[0]["params"][0] is next(twin.parameters())
+    assert not twin.fxmem.settings.step.optimizer.state
+    assert twin.fxmem.settings.step.optimizer.param_groups[0]["params"][0] is next(twin.parameters())
     assert len(pickle.dumps(optimized)) < 1.5 * len(pickle.dumps(model))
 
 
@@ -243,7 +243,7 @@ def test_an_optimized_module_inside_one_is_refused_whenever_it_was_put_there() -
     model = build()
     optimized = fxmem.optimize(model)
     model.last = fxmem.optimize(model.last)
-    with pytest.raises(fxmem.InputError, match=r"last is an optimized module inside of Net.*last\.original"):
+    with pytest.raises(fxmem.InputError, match=r"last is an optimized module inside of Net.*last\.fxmem\.original"):
         fxmem.optimize(model)
     with pytest.raises(fxmem.InputError, match=r"last is an optimized module"):
         step(optimized)
@@ -453,7 +453,7 @@ def test_a_changed_attribute_of_any_kind_is_noticed(name: str, monkeypatch: pyte
     optimized = fxmem.optimize(model, planner="chen")
     before = optimized(x)
     assert torch.equal(before, optimized(x))
-    assert len(optimized._plans.ways) == 1
+    assert len(optimized.fxmem.plans.ways) == 1
     change(model)
     assert torch.equal(optimized(x), 2 * before)
     assert torch.equal(model(x), 2 * before)
@@ -500,7 +500,7 @@ def test_an_optimized_sequential_has_its_parts_by_number() -> None:
     x = torch.randn(2, WIDTH)
     assert same_bits(optimized(x), model(x))
     assert fxmem.optimize(Net(), optimizer=None)  # which has no length
-    with pytest.raises(TypeError, match="Net"):
+    with pytest.raises(TypeError, match="not subscriptable"):
         fxmem.optimize(Net(), optimizer=None)[0]
 
 

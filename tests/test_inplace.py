@@ -33,8 +33,8 @@ def test_relu_after_batch_norm_is_done_in_place_and_nothing_else_changes() -> No
     x = torch.randn(2, 3, 12, 12)
     optimized = fxmem.optimize(model, x, optimizer=None)
     without = fxmem.optimize(plain, x, optimizer=None, inplace=False)
-    assert "overwriting_relu_(" in optimized.graph_module.code
-    assert "overwriting" not in without.graph_module.code
+    assert "inplace_ops_relu_(" in optimized.graph_module.code
+    assert "inplace_ops" not in without.graph_module.code
     assert "torch.relu(" in without.graph_module.code
     optimized(x).sum().backward()
     reference(x).sum().backward()
@@ -96,7 +96,7 @@ def test_state_that_the_graph_does_not_read_counts_where_ops_are_done_in_place()
     model.register_buffer("unused", torch.zeros(1000))
     x = torch.randn(2, 3, 12, 12)
     optimized = fxmem.optimize(model, x, optimizer=None)
-    assert "overwriting_relu_(" in optimized.graph_module.code
+    assert "inplace_ops_relu_(" in optimized.graph_module.code
     with fxmem.track(model, x) as memory:
         run_step(lambda: optimized(x))
     assert memory.peak_bytes == optimized.report.predicted_peak_bytes
@@ -147,7 +147,7 @@ def clipping_trained(model: nn.Module, forward: nn.Module) -> tuple[Tensor | Non
 def test_clipping_that_reads_its_result_in_the_backward_gives_the_same_bits(clip: Any) -> None:
     eager, model = Clipped(clip), Clipped(clip)
     optimized = fxmem.optimize(model, torch.zeros(4, len(EDGES), requires_grad=True), optimizer=None, planner="chen")
-    assert "overwriting" in optimized.graph_module.code
+    assert "inplace_ops" in optimized.graph_module.code
     for expected, found in zip(clipping_trained(eager, eager), clipping_trained(model, optimized), strict=True):
         assert same_bits(expected, found)
 

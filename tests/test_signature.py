@@ -57,7 +57,7 @@ def test_slices_of_one_tensor_share_a_plan() -> None:
     for start in (ROWS, 7, 0):
         assert same_gradients(optimized, data[start : start + ROWS])
     assert same_gradients(optimized, torch.randn(ROWS, WIDTH))
-    assert len(optimized._plans.ways) == 1
+    assert len(optimized.fxmem.plans.ways) == 1
 
 
 class Windows(nn.Module):
@@ -78,7 +78,7 @@ def test_a_model_that_asks_where_its_input_lies_is_planned_for_each_place(asks: 
     optimized = recomputing(Windows(asks=asks), data[:ROWS])
     for start in (0, ROWS, 7, 0):
         assert same_gradients(optimized, data[start : start + ROWS])
-    assert sum(optimized._plans.ways) == num_plans
+    assert sum(optimized.fxmem.plans.ways) == num_plans
 
 
 class Attention(nn.Module):
@@ -204,10 +204,10 @@ def test_extra_keyword_arguments_come_in_the_order_given() -> None:
     x, a, b = (torch.randn(4, WIDTH) for _ in range(3))
     for kwargs in ({"q": a, "p": b}, {"p": b, "q": a}, {"z": a, "scale": b, "c": b}):
         assert torch.equal(optimized(x, **kwargs), model(x, **kwargs))
-    count = len(optimized._plans.ways)
+    count = len(optimized.fxmem.plans.ways)
     optimized(x=x, z=a, c=b, scale=b)
     optimized(x=x, scale=b, z=a, c=b)
-    assert len(optimized._plans.ways) == count + 1  # the order of named arguments is no matter
+    assert len(optimized.fxmem.plans.ways) == count + 1  # the order of named arguments is no matter
 
 
 def test_an_op_that_writes_without_raising_a_version_is_not_run_again() -> None:
@@ -276,7 +276,7 @@ def test_what_lies_elsewhere_in_a_model_is_planned_for_anew(change: Callable[[Ad
     assert same_gradients(optimized, x)
     change(optimized.original)
     assert same_gradients(optimized, x)
-    assert len(optimized._plans.ways) == 2
+    assert len(optimized.fxmem.plans.ways) == 2
 
 
 class Scaled(nn.Module):
@@ -302,7 +302,7 @@ def test_numbers_and_tensors_of_a_helper_object_are_watched() -> None:
     assert same_gradients(optimized, x)
     helper.table = torch.full((2,), 5.0)
     assert same_gradients(optimized, x)
-    assert len(optimized._plans.ways) == 4
+    assert len(optimized.fxmem.plans.ways) == 4
 
 
 def test_a_new_function_is_never_taken_for_one_that_is_gone() -> None:

@@ -53,7 +53,7 @@ def test_an_optimized_model_goes_the_way_its_inputs_say() -> None:
         for mask in masks(rows) * 2:
             inputs = Inputs.of((x, mask), {})
             assert not differences(run(eager, eager, inputs), run(optimized, optimized, inputs))
-    assert sorted(optimized._plans.ways) == [2, 2, 2]
+    assert sorted(optimized.fxmem.plans.ways) == [2, 2, 2]
 
 
 def test_other_sizes_of_one_way_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ from fxmem.capture.export import as_in_training, capture, fitting
 from fxmem.capture.graph import Captured, Dims, Inputs
 from fxmem.capture.guards import ModelStates, arguments_of, constants_of
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
-from fxmem.pipeline import Compiled, Settings, compile_model, least_peak_bytes, profile_model
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.pipeline import Compiled, compile_model, least_peak_bytes, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.backend_flags import present
@@ -146,7 +147,7 @@ class Plans:
         planned = family.planned if family is not None else []
         self._families[key] = _Family(captured, without_values(inputs), planned)
         try:
-            compiled = compile_model(self._model, inputs, self._settings, autocast, captured, planned)
+            compiled = compile_model(CompileContext(self._model, inputs, self._settings, autocast), captured, planned)
         except InfeasibleBudgetError as error:
             if not captured.dynamic:
                 raise
@@ -167,15 +168,16 @@ class Plans:
 
     def _largest_batch(self, captured: Captured, inputs: Inputs) -> int:
         """Return the largest size of the dynamic dimensions at which some plan fits."""
-        budget_bytes = self._settings.budget_bytes
+        settings = replace(self._settings, measure=False)
+        budget_bytes = settings.budget_bytes
         assert budget_bytes is not None
         planned: list[Planned] = []
 
         def floor_bytes(size: int) -> int:
             other = resized(inputs, captured.dynamic, size)
             graph = fitting(captured, self._model, other)
-            profiled = profile_model(self._model, graph, other, replace(self._settings, measure=False))
-            return least_peak_bytes(profiled.profile, self._settings, planned, budget_bytes)
+            profiled = profile_for_short_memory(graph, CompileContext(self._model, other, settings, graph.autocast))
+            return least_peak_bytes(profiled.profile, settings, planned, budget_bytes)
 
         return largest_batch(floor_bytes, budget_bytes)
 

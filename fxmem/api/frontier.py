@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
+from fxmem.api.arguments import Options, check_model, example_of, region_of_step, settings_of, with_options
 from fxmem.capture.export import as_in_training, capture
-from fxmem.capture.graph import Inputs
-from fxmem.errors import InputError
-from fxmem.pipeline import Settings, frontier_of, profile_model
+from fxmem.ir import PlainData
+from fxmem.passes.context import CompileContext
+from fxmem.pipeline import frontier_of, profile_for_short_memory
 from fxmem.planners.bound import with_bounds
-from fxmem.planners.policy import Rule, check_policy
-from fxmem.planners.registry import PLANNERS
-from fxmem.profiling.op_benchmark import may_measure
-from fxmem.profiling.roofline import COSTS, preset_of
-from fxmem.profiling.training_step import OptimizerLike, TrainingStep, check_step
 from fxmem.report.plots import plot_frontier
-from fxmem.runtime.autocast import Autocast
 
 
 @dataclass(frozen=True, slots=True)
-class BudgetPoint:
+class BudgetPoint(PlainData):
     """One budget and what it costs; between two points, the one with the lower budget is what one gets."""
 
     budget_bytes: int
@@ -43,53 +37,34 @@ class Frontier(tuple[BudgetPoint, ...]):
 
     __slots__ = ()
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the points, ready for ``json.dumps``."""
+        return {"points": [point.to_dict() for point in self]}
+
     def plot(self, axes: Any = None) -> Any:
         """Return a matplotlib figure of what every budget costs; ``axes``: axes to draw on instead."""
         return plot_frontier([(p.predicted_peak_bytes, p.overhead_ratio, p.gap_ratio) for p in self], axes)
 
 
+@with_options
 def frontier(
     model: torch.nn.Module,
     example_args: Any = None,
     example_kwargs: dict[str, Any] | None = None,
-    *,
-    optimizer: OptimizerLike = "adamw",
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    autocast: torch.dtype | None = None,
-    accumulate: bool = False,
-    scaler: torch.amp.GradScaler | None = None,
-    planner: str = "auto",
-    plan_seconds: float = 30.0,
-    cost: str = "auto",
-    policy: Sequence[Rule] = (),
-    cache: bool = True,
+    **options: Unpack[Options],
 ) -> Frontier:
     """Return the budgets at which the plan changes, falling, down to the least peak reachable.
 
-    The first keeps everything, each call saving as little as it may. Arguments are those of :func:`fxmem.optimize`;
-    ``plan_seconds`` is the planner's CPU time. Peaks are planned, not yet verified on the emitted module. Errors:
+    The first keeps everything, each call saving as little as it may. ``example_args`` (a tensor or a tuple) and
+    ``example_kwargs``: one call's arguments. Peaks are planned, not yet verified on the emitted module. Errors:
     ``InputError``, ``CaptureError``.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    for what, name, known in (("planner", planner, PLANNERS), ("cost", cost, COSTS)):
-        if name not in known:
-            raise InputError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
-    inputs = Inputs.of_example(example_args, example_kwargs, model)
-    settings = Settings(
-        budget_bytes=None,
-        step=check_step(TrainingStep(loss_fn, optimizer, bool(accumulate), scaler)),
-        planner=planner,
-        plan_seconds=plan_seconds,
-        hardware=preset_of(cost),
-        measure=cost == "measure" or (cost == "auto" and may_measure()),
-        policy=check_policy(policy),
-        cache=cache,
-    )
-    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    check_model(model)
+    inputs, settings = example_of(model, example_args, example_kwargs), settings_of(options)
+    context = CompileContext(model, inputs, settings, region_of_step(model, settings.step))
     with as_in_training():
-        captured = capture(model, inputs, Autocast.of(device_type, autocast))
-        profile = profile_model(model, captured, inputs, settings).profile
+        captured = capture(model, inputs, context.autocast)
+        profile = profile_for_short_memory(captured, context).profile
     step_seconds = profile.step_seconds or 1.0
     return Frontier(
         BudgetPoint(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fxmem.ir import Phase, Timeline, TimelineStep
+from fxmem.ir import Phase, Timeline, TimelineStep, as_plain
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.report.trace_export import MemoryEvent, write_chrome_trace, write_memory_snapshot
 
@@ -44,6 +44,10 @@ class Measurement:
         steps = tuple(TimelineStep(e.phase, e.op, e.live_bytes) for e in self.events)
         peak = max(range(len(steps)), key=lambda i: steps[i].live_bytes, default=0)
         return Timeline(self.peak_bytes, peak, 0.0, 0, steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return bytes and events, ready for ``json.dumps``."""
+        return {"start_bytes": self.start_bytes, "peak_bytes": self.peak_bytes, "events": as_plain(tuple(self.events))}
 
     def write_chrome_trace(self, path: str | PathLike[str]) -> None:
         """Write the block for Perfetto or chrome://tracing."""

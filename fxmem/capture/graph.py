@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from fxmem.capture.pytrees import flattened
 from fxmem.capture.value_guards import Read, all_hold
 from fxmem.errors import InputError
-from fxmem.ir import Source
+from fxmem.ir import InplaceDecision, Source
 from fxmem.runtime.autocast import Autocast
 
 Dims = frozenset[tuple[int, int]]
@@ -136,6 +136,10 @@ class Captured:
     """What the model read of its inputs' values; the graph is that of calls that read the same."""
     guards: SizeGuards | None = None
     """What other sizes of the dynamic dimensions the graph is for."""
+    inplace: tuple[InplaceDecision, ...] = ()
+    """What was decided of each op that has an in-place form, once that pass has run."""
+    made_from: Captured | None = None
+    """Of an emitted graph: the one that its plan was made for."""
 
     def fits(self, inputs: Inputs) -> bool:
         """True if the graph is the model's for the sizes of ``inputs``, as far as dynamic dimensions have others.
@@ -178,6 +182,11 @@ def with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> f
         if id(tensor) not in known:
             _assign_attr(tensor, graph_module, name)
     return graph_module
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return the device of the first parameter: of a model on several, where most of the work begins."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def attribute_of(module: torch.nn.Module, target: str) -> Any:

@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fxmem.capture.graph import Captured, with_unused_state
 from fxmem.fake.fake_tensors import FakeWorld, made_outside
 from fxmem.ir import NodeProfile
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.planners.policy import matches
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.compressed_ops import (
@@ -78,6 +80,19 @@ class Wish:
     """Indices wider than need be."""
     input: bool = False
     """Its input."""
+
+
+class CompressSaved:
+    """Calls save less than autograd's own; those that a policy speaks of stay as they are."""
+
+    name = "compress_saved"
+
+    def enabled(self, settings: Settings) -> bool:
+        return settings.compress_saved
+
+    def apply(self, graph: Captured, context: CompileContext) -> Captured:
+        policy = context.settings.policy
+        return with_lean_saves(context.profile_of(graph), lambda node: any(matches(where, node) for where, _ in policy))
 
 
 def with_lean_saves(

@@ -8,12 +8,13 @@ nothing dropped the graph is the captured one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxmem.capture.graph import attribute_of, count_of_batches
+from fxmem.capture.graph import Captured, attribute_of, count_of_batches
 from fxmem.ir import KEEP, Plan
+from fxmem.passes.context import CompileContext, Settings
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.op_bindings import callable_of
 from fxmem.runtime.recompute import Replay
@@ -31,6 +32,20 @@ class _Live:
     held: frozenset[int]
     """Kept storages that such a recipe reads."""
     recipes: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Write ``plan`` into the graph that it was made for."""
+
+    plan: Plan
+    name = "emit"
+
+    def enabled(self, settings: Settings) -> bool:
+        return True
+
+    def apply(self, graph: Captured, context: CompileContext) -> Captured:
+        return replace(graph, graph_module=rewrite(context.profile_of(graph), self.plan), made_from=graph)
 
 
 def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:

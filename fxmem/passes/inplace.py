@@ -21,6 +21,7 @@ from torch import fx
 
 from fxmem.capture.graph import Captured, with_unused_state
 from fxmem.ir import InplaceDecision
+from fxmem.passes.context import CompileContext, Settings
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.inplace_ops import (
     add_,
@@ -129,6 +130,23 @@ def _why_result_not_saved(profiled: Profiled, k: int, uses: _Uses, node: fx.Node
     if any(torch.tensor(bound, dtype=result.dtype).item() != bound for bound in bounds):
         return f"{result.dtype} rounds its bounds, so its result does not tell which inputs were inside"
     return ""
+
+
+class Inplace:
+    """Ops that may write over their input do; the graph says what was decided of each that has an in-place form."""
+
+    name = "inplace"
+
+    def enabled(self, settings: Settings) -> bool:
+        return settings.inplace
+
+    def apply(self, graph: Captured, context: CompileContext) -> Captured:
+        decisions = decide(context.profile_of(graph))
+        if any(not decision.why_not for decision in decisions):
+            return replace(in_place(graph, decisions), inplace=decisions)
+        if not decisions:
+            return graph
+        return context.renamed(graph, replace(graph, inplace=decisions))
 
 
 def in_place(captured: Captured, decisions: tuple[InplaceDecision, ...]) -> Captured:

@@ -15,7 +15,7 @@ import torch
 
 from fxmem.capture.graph import Captured, Inputs, count_of_batches, source_of
 from fxmem.fake.fake_tensors import FakeWorld
-from fxmem.ir import GraphProfile, InplaceDecision, NodeProfile, Recipe, Storage
+from fxmem.ir import GraphProfile, NodeProfile, Recipe, Storage
 from fxmem.profiling.optimizer_step import Seen, clears_all
 from fxmem.profiling.recompute_peaks import Rerun, rerun
 from fxmem.profiling.step_trace import STATISTICS, NodeObservation, Observation, observe
@@ -58,8 +58,6 @@ class Profiled:
     """What other runs of the step may rely on; None if what the backward leaves cannot be told one by one."""
     reruns: dict[object, Rerun | None]
     """What was seen of re-runs, by what is run on what geometry; None: it saves other tensors than the forward."""
-    inplace: tuple[InplaceDecision, ...] = ()
-    """What was decided of each op that has an in-place form."""
 
 
 def profile(

@@ -156,7 +156,7 @@ def tensors_of(holder: Any) -> Iterator[torch.Tensor]:
     elif isinstance(holder, torch.nn.Module):
         for tensor in (*holder.parameters(), *holder.buffers()):
             yield from tensors_of(tensor)
-        yield from getattr(holder, "fxmem_constants", ())
+        yield from getattr(getattr(holder, "fxmem", None), "constants", ())
     elif isinstance(holder, torch.optim.Optimizer):
         for state in holder.state.values():
             yield from tensors_of(tuple(state.values()))

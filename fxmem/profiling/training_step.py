@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -43,20 +43,53 @@ class Steps(Protocol):
     def zero_grad(self, set_to_none: bool) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStep:
-    """What a training step is beside the model and its batch (NOTE [The training step])."""
+    """What a training step is beside the model and its batch (NOTE [The training step]).
+
+    Errors: ``InputError`` if a part of it is not what it must be.
+    """
 
     loss_fn: LossFn | None = None
-    """Of the model's output; None: :func:`default_loss`."""
-    optimizer: OptimizerLike = None
-    """None: the step ends with the backward."""
+    """``loss_fn(output)`` returns the scalar loss. None: ``output.loss``, else the sum of the floating outputs."""
+    optimizer: OptimizerLike = "adamw"
+    """An optimizer, its class or its name in ``torch.optim``; None: the step ends with the backward."""
     accumulate: bool = False
-    """Whether earlier micro-batches have left gradients."""
+    """Whether gradients are there when the step starts: of earlier micro-batches, or zeros that
+    ``zero_grad(set_to_none=False)`` left."""
     scaler: torch.amp.GradScaler | None = None
+    """The scaler of the step, if there is one."""
+    autocast: torch.dtype | None = None
+    """The dtype of the autocast region around forward and loss, where a step is planned from an example. A training call
+    is planned for the region that it is in."""
+
+    def __post_init__(self) -> None:
+        optimizer, scaler = self.optimizer, self.scaler
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise InputError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r}")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise InputError(f"loss_fn must be a function of the model's output, or None, not {self.loss_fn!r}")
+        if self.autocast is not None and not isinstance(self.autocast, torch.dtype):
+            raise InputError(f"autocast must be a dtype such as torch.bfloat16, or None, not {self.autocast!r}")
+        is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+        if isinstance(optimizer, str):
+            optimizer_class(optimizer)
+        elif optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(
+                f"optimizer must be a torch.optim.Optimizer, its class, its name or None, not {optimizer!r}"
+            )
+
+    def __setstate__(self, state: list[Any]) -> None:
+        """Version 0.1 pickled the first four fields."""
+        for name, value in zip(self.__slots__, [*state, None][: len(self.__slots__)], strict=True):
+            object.__setattr__(self, name, value)
+
+    def without_state(self) -> TrainingStep:
+        """Return the step with an optimizer like its own before the first step: what copies and pickles keep."""
+        return replace(self, optimizer=without_state(self.optimizer))
 
 
-BARE = TrainingStep()
+BARE = TrainingStep(optimizer=None)
 """Forward, default loss and backward."""
 
 
@@ -159,20 +192,6 @@ def default_loss(output: Any) -> torch.Tensor:
     for tensor in floating[1:]:
         total = total + tensor.sum()
     return total
-
-
-def check_step(step: TrainingStep) -> TrainingStep:
-    """Return ``step``. Errors: ``InputError`` if a part of it is not what it must be."""
-    optimizer, scaler = step.optimizer, step.scaler
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise InputError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r}")
-    if isinstance(optimizer, str):
-        optimizer_class(optimizer)
-        return step
-    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
-    if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"optimizer must be a torch.optim.Optimizer, its class, its name or None, not {optimizer!r}")
-    return step
 
 
 def without_state(optimizer: OptimizerLike) -> OptimizerLike:

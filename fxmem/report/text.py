@@ -6,22 +6,23 @@ In: a profile, the plan chosen, its verified figures. Out: a :class:`Report`; ``
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tabulate import tabulate
 
-from fxmem.errors import unit_of
-from fxmem.ir import FrontierPoint, GraphProfile, InplaceDecision, StaticBytes, Timeline, Verification
+from fxmem.errors import NotPlannedError, unit_of
+from fxmem.ir import FrontierPoint, GraphProfile, InplaceDecision, PlainData, StaticBytes, Timeline, Verification
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.report.graph import GraphNode, draw_graph, graph_nodes
 from fxmem.report.html import report_html, timeline_svg
+from fxmem.report.peak import place_of
 from fxmem.report.plots import plot_memory
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(PlainData):
     """One storage autograd saves: where it comes from, its bytes, and what the plan does with it."""
 
     name: str
@@ -32,7 +33,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(PlainData):
     """What was planned for one signature. All ``_bytes`` are of the whole training step, statics included."""
 
     planner: str
@@ -66,12 +67,29 @@ class Report:
     """The same if nothing is dropped."""
     graph: tuple[GraphNode, ...] = field(repr=False)
     """The captured graph with what the plan does, in order of execution."""
-    _least_bytes: int | Callable[[], int] = field(repr=False, compare=False)
+    _least_bytes: int | Callable[[], int] | None = field(repr=False, compare=False)
 
     @property
     def floor_bytes(self) -> int:
-        """The least peak any plan found reaches. Where this size was not planned for, asking for it plans, once."""
+        """The least peak any plan found reaches. Where this size was not planned for, asking for it plans, once.
+
+        Errors: ``NotPlannedError`` if it was not planned for and the report has been copied or pickled.
+        """
+        if self._least_bytes is None:
+            raise NotPlannedError("the floor of this size was not planned for before the report was copied or pickled")
         return self._least_bytes if isinstance(self._least_bytes, int) else self._least_bytes()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report, ready for ``json.dumps``; ``floor_bytes`` is None where it was not planned for."""
+        return {
+            **PlainData.to_dict(self),
+            "floor_bytes": self._least_bytes if isinstance(self._least_bytes, int) else None,
+        }
+
+    def __getstate__(self) -> list[Any]:
+        """What could plan for the floor holds the model, and stays."""
+        state = [getattr(self, f.name) for f in fields(self)]
+        return [*state[:-1], state[-1] if isinstance(state[-1], int) else None]
 
     def plot_memory(self, axes: Any = None) -> Any:
         """Return a matplotlib figure: memory over the step before and after, phases shaded, the budget a line."""
@@ -150,7 +168,7 @@ def build_report(
         gap_ratio=(point.recompute_seconds - bound_seconds) / profile.step_seconds if profile.step_seconds else 0.0,
         plan_seconds=plan_seconds,
         static=profile.static,
-        peak_at=place_of_tick(profile, peak_step),
+        peak_at=str(place_of(profile, peak_step)),
         rows=rows,
         notes=(*notes, *_inplace_note(inplace)),
         inplace=inplace,
@@ -160,15 +178,6 @@ def build_report(
         graph=graph_nodes(profile, point.plan),
         _least_bytes=least_bytes,
     )
-
-
-def place_of_tick(profile: GraphProfile, tick: int) -> str:
-    """Say in words where in the step ``profile.ticks[tick]`` lies."""
-    at = profile.ticks[tick]
-    if at.node is None:
-        return f"the {at.phase.value}"
-    node = profile.nodes[at.node]
-    return f"the {at.phase.value} of {node.name}, {node.source}"
 
 
 def _inplace_note(decisions: tuple[InplaceDecision, ...]) -> tuple[str, ...]:

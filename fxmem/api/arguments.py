@@ -1,0 +1,240 @@
+"""The arguments that :func:`fxmem.optimize`, :func:`fxmem.estimate` and :func:`fxmem.frontier` share.
+
+In: what a user wrote. Out: checked :class:`Settings`, the same for all entry points, so that what one has planned is found
+by the others. Errors: ``InputError`` (a ``ValueError``), before anything is captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ParamSpec, TypedDict, TypeVar
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fxmem.capture.graph import Inputs, device_of
+from fxmem.errors import InputError
+from fxmem.passes.context import Settings
+from fxmem.planners.policy import Rule, check_policy
+from fxmem.planners.registry import PLANNERS
+from fxmem.profiling.op_benchmark import may_measure
+from fxmem.profiling.roofline import COSTS, preset_of
+from fxmem.profiling.training_step import LossFn, OptimizerLike, TrainingStep
+from fxmem.runtime.autocast import Autocast
+
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+
+
+class Options(TypedDict, total=False):
+    """What each entry point takes beside the model, an example and a budget; defaults: :data:`DEFAULTS`."""
+
+    step: TrainingStep | None
+    optimizer: OptimizerLike
+    loss_fn: LossFn | None
+    autocast: torch.dtype | None
+    accumulate: bool
+    scaler: torch.amp.GradScaler | None
+    planner: str
+    plan_seconds: float
+    cost: str
+    policy: Sequence[Rule]
+    inplace: bool
+    compress_saved: bool
+    cache: bool
+
+
+DEFAULTS: Options = {
+    "step": None,
+    "optimizer": "adamw",
+    "loss_fn": None,
+    "autocast": None,
+    "accumulate": False,
+    "scaler": None,
+    "planner": "auto",
+    "plan_seconds": 30.0,
+    "cost": "auto",
+    "policy": (),
+    "inplace": True,
+    "compress_saved": True,
+    "cache": True,
+}
+
+OPTIONS_DOC = """
+    Options, the same for ``optimize``, ``estimate`` and ``frontier``:
+
+    ``step``: a :class:`fxmem.TrainingStep`, or its parts: ``optimizer`` (instance, class, name or None), ``loss_fn``,
+    ``autocast``, ``accumulate`` and ``scaler``. ``planner``: ``"auto"``, ``"intervals"``, ``"mincut"`` or ``"chen"``; it
+    searches for at most about ``plan_seconds`` of CPU time, which on a busy machine takes longer by the clock. ``cost``:
+    ``"auto"`` measures op times on the model's device, for a few seconds at most
+    (:mod:`fxmem.profiling.op_benchmark`); the name of a hardware preset, such as ``"a100"``, estimates them. ``policy``:
+    rules of what must be saved or recomputed, such as ``("layers.*.attn", "save")`` or ``("relu", "recompute")``
+    (:mod:`fxmem.planners.policy`). ``inplace``: whether ops that provably may write over their input do
+    (:mod:`fxmem.passes.inplace`). ``compress_saved``: whether dropout masks, pooling indices and inputs that no backward
+    reads are saved in fewer bytes where memory is short (:mod:`fxmem.passes.compress_saved`). ``cache``: whether what
+    planning finds is kept on disk for the next process (:mod:`fxmem.disk_cache`).
+"""
+
+
+def with_options(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """Let ``function(..., **options)`` show the options by name in its signature and docstring, and refuse others."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shared = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in DEFAULTS.items()]
+    known = {p.name for p in own} | DEFAULTS.keys()
+
+    @functools.wraps(function)
+    def checked(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
+        unknown = next((name for name in kwargs if name not in known), None)
+        if unknown is not None:
+            raise TypeError(f"{function.__name__}() has no argument {unknown!r}; it has {', '.join(sorted(known))}")
+        return function(*args, **kwargs)
+
+    checked.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    checked.__doc__ = (function.__doc__ or "") + OPTIONS_DOC
+    return checked
+
+
+def settings_of(options: Options, budget_bytes: int | None = None) -> Settings:
+    """Return the checked settings for ``options``."""
+    given: Options = {**DEFAULTS, **options}
+    cost = _known("cost", given["cost"], COSTS)
+    return Settings(
+        budget_bytes=budget_bytes,
+        step=_step_of(given),
+        planner=_known("planner", given["planner"], PLANNERS),
+        plan_seconds=_positive("plan_seconds", given["plan_seconds"]),
+        hardware=preset_of(cost),
+        measure=cost == "measure" or (cost == "auto" and may_measure()),
+        policy=check_policy(given["policy"]),
+        cache=bool(given["cache"]),
+        inplace=bool(given["inplace"]),
+        compress_saved=bool(given["compress_saved"]),
+    )
+
+
+def _step_of(given: Options) -> TrainingStep:
+    parts = TrainingStep(
+        loss_fn=given["loss_fn"],
+        optimizer=given["optimizer"],
+        accumulate=bool(given["accumulate"]),
+        scaler=given["scaler"],
+        autocast=given["autocast"],
+    )
+    step = given["step"]
+    if step is None:
+        return parts
+    if not isinstance(step, TrainingStep):
+        raise InputError(f"step must be a fxmem.TrainingStep, not {type(step).__name__}")
+    if parts != TrainingStep():
+        raise InputError("pass step= or its parts (optimizer=, loss_fn=, autocast=, accumulate=, scaler=), not both")
+    return step
+
+
+def _known(what: str, name: str, known: Any) -> str:
+    if name not in known:
+        raise InputError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
+    return name
+
+
+def _positive(what: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise InputError(f"{what} must be a finite number above 0, not {value!r}")
+    return float(value)
+
+
+def example_of(model: torch.nn.Module, example_args: Any, example_kwargs: dict[str, Any] | None) -> Inputs:
+    """Return the example's inputs. Errors: ``InputError`` if they are none, or the model is not in training mode."""
+    inputs = Inputs.of_example(example_args, example_kwargs, model)
+    if not model.training:
+        raise InputError("the model is in eval mode; call model.train() first: what is planned is a training step")
+    return inputs
+
+
+def region_of_step(model: torch.nn.Module, step: TrainingStep, device_type: str | None = None) -> Autocast | None:
+    """Return the autocast region that an example is planned for."""
+    return Autocast.of(device_type or device_of(model).type, step.autocast)
+
+
+# -- the model -----------------------------------------------------------------------------------------------------------
+
+
+def check_model(model: Any) -> None:
+    """Errors: ``InputError`` if ``model`` cannot be planned for, with what to pass instead."""
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if is_optimized(model):
+        raise InputError("the model is already optimized; pass model.fxmem.original with the new budget")
+    check_alone(model)
+    _check_trainable(model)
+
+
+def is_optimized(module: torch.nn.Module) -> bool:
+    """True of what :func:`fxmem.optimize` returns."""
+    return "_fxmem" in vars(module)
+
+
+def check_alone(model: torch.nn.Module) -> None:
+    """Raise ``InputError`` if something else has hold of a module or parameter, and works around its forward."""
+    for name, module in model.named_modules():
+        wrapper, place = type(module).__name__, name or "the model"
+        if type(module).__module__.startswith("torch.") and wrapper in _WRAPPERS:
+            raise InputError(
+                f"{place} is wrapped in {wrapper}, whose work goes on around the forward; {_WRAPPERS[wrapper]}"
+            )
+        if type(module).__module__ == "torch._dynamo.eval_frame" or module._compiled_call_impl is not None:
+            raise InputError(
+                f"{place} is compiled by torch.compile, whose kernels round otherwise than those of eager PyTorch, which "
+                "an optimized model runs; optimize the module as it was before it was compiled"
+            )
+        if is_optimized(module):
+            raise InputError(
+                f"{place} is an optimized module inside of {type(model).__name__}, and two plans for one step would not "
+                f"know of each other; put {place}.fxmem.original in its place, or optimize the parts only"
+            )
+    for name, parameter in model.named_parameters():
+        if is_traceable_wrapper_subclass(parameter):
+            raise InputError(
+                f"the parameter {name} is a {type(parameter).__name__}, which other tensors make up; gathering or "
+                "converting them is no part of the model's graph. With fully_shard, optimize each module first and shard "
+                "the result, one by one: fully_shard(fxmem.optimize(module, ...))"
+            )
+
+
+_WRAPPERS = {
+    "DataParallel": "optimize the model inside and wrap the result: DataParallel(fxmem.optimize(model, ...))",
+    "DistributedDataParallel": "optimize the model inside and wrap the result: DistributedDataParallel(fxmem.optimize(model"
+    ", ...))",
+    "FullyShardedDataParallel": "use fully_shard, on optimized modules one by one: "
+    "fully_shard(fxmem.optimize(module, ...))",
+}
+"""What to do instead."""
+
+
+def _check_trainable(model: torch.nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("a torch.jit.ScriptModule cannot be captured; pass the nn.Module it was made from")
+    parameters = list(model.parameters())
+    if not parameters:
+        raise InputError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    lazy = [n for n, p in model.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise InputError(
+            f"{type(model).__name__} has lazy parameters that have no shape yet ({lazy[0]}); run one forward on a batch "
+            "first, as before making an optimizer"
+        )
+    if not any(p.requires_grad for p in parameters):
+        raise InputError(
+            f"none of the {len(parameters)} parameters of {type(model).__name__} requires grad: there is no backward "
+            "to plan for; call requires_grad_() on those to train"
+        )
+
+
+def without_measuring(settings: Settings, model: torch.nn.Module) -> Settings:
+    """Return ``settings`` without measured times where the model has no real tensors: nothing is to be run for it."""
+    ghosts = (p.is_meta or isinstance(p, torch._subclasses.FakeTensor) for p in model.parameters())
+    return replace(settings, measure=False) if any(ghosts) else settings

@@ -1,0 +1,91 @@
+"""What the steps of one compilation share: the model, one call of it, and what the user asked for."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from fxmem.capture.dynamic_batch import without_values
+from fxmem.capture.graph import Captured, Inputs, device_of
+from fxmem.planners.policy import Rule
+from fxmem.profiling.profile import Profiled, profile
+from fxmem.profiling.roofline import Hardware, hardware_for
+from fxmem.profiling.training_step import TrainingStep
+from fxmem.runtime.autocast import Autocast
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user asked for, checked (:mod:`fxmem.api.arguments` makes it)."""
+
+    budget_bytes: int | None
+    """None: as little recomputation as possible, no bound."""
+    step: TrainingStep
+    planner: str
+    """A key of :data:`fxmem.planners.registry.PLANNERS`."""
+    plan_seconds: float
+    """CPU time of the planner's thread."""
+    hardware: Hardware | None
+    """None: the preset of the model's device."""
+    measure: bool = False
+    """Whether op times are measured on the model's device."""
+    policy: tuple[Rule, ...] = ()
+    cache: bool = True
+    """Whether frontiers and measured op times are kept on disk."""
+    inplace: bool = True
+    """Whether ops that may write over their input do."""
+    compress_saved: bool = True
+    """Whether masks, pooling indices and inputs that no backward reads are saved in fewer bytes where memory is short."""
+
+    def __setstate__(self, state: list[Any]) -> None:
+        """Pickles of earlier versions lack the last fields."""
+        defaults = [None if f.default is MISSING else f.default for f in fields(self)]
+        for name, value in zip(self.__slots__, [*state, *defaults[len(state) :]], strict=True):
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileContext:
+    """One compilation. A graph is profiled once; a profile spares work of the next one."""
+
+    model: torch.nn.Module
+    inputs: Inputs
+    settings: Settings
+    autocast: Autocast | None = None
+    """The region that the call is in."""
+    base: Profiled | None = None
+    """A profile of another size of the same model."""
+    _profiles: dict[int, Profiled] = field(default_factory=dict, repr=False)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The hardware asked for, else the preset of the model's device."""
+        if self.settings.hardware is not None:
+            return self.settings.hardware
+        device = device_of(self.model)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
+        return hardware_for(device.type, name)
+
+    def profile_of(self, graph: Captured) -> Profiled:
+        """Return the profile of ``graph``, with estimated times. Errors: ``ProfileError``."""
+        profiled = self._profiles.get(id(graph))
+        if profiled is None:
+            latest = next(reversed(self._profiles.values()), self.base)
+            profiled = profile(graph, self.inputs, self.hardware.seconds, self.settings.step, latest)
+            self._profiles[id(graph)] = profiled  # which holds the graph, so its id stays its own
+        return profiled
+
+    def renamed(self, graph: Captured, other: Captured) -> Captured:
+        """Return ``other``, which has the nodes of ``graph`` and hence its profile."""
+        self._profiles[id(other)] = replace(self.profile_of(graph), captured=other)
+        return other
+
+    def with_settings(self, **changes: Any) -> CompileContext:
+        """Return the context under other settings; profiles are shared."""
+        return replace(self, settings=replace(self.settings, **changes))
+
+    def without_values(self) -> CompileContext:
+        """Return the context without the batch: shapes are all that a captured graph is profiled by."""
+        return replace(self, inputs=without_values(self.inputs))

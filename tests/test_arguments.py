@@ -1,0 +1,149 @@
+"""Optimize, estimate and frontier take the same arguments, check them alike and find each other's plans."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxmem
+from fxmem.planners import frontier_cache
+from fxmem.planners.registry import PLANNERS
+
+ENTRY_POINTS: list[Callable[..., Any]] = [fxmem.optimize, fxmem.estimate, fxmem.frontier]
+each_entry_point = pytest.mark.parametrize("entry_point", ENTRY_POINTS, ids=lambda f: f.__name__)
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))).train()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(32, 16)
+
+
+def options_of(entry_point: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(entry_point).parameters.values()
+    own = {"model", "example_args", "example_kwargs", "budget", "budget_gb", "device"}
+    return {p.name: p.default for p in parameters if p.name not in own}
+
+
+def test_all_entry_points_have_the_same_options_with_the_same_defaults() -> None:
+    of_optimize, of_estimate, of_frontier = map(options_of, ENTRY_POINTS)
+    assert of_optimize == of_estimate == of_frontier
+    assert {"step", "optimizer", "planner", "policy", "inplace", "cost", "cache", "plan_seconds"} <= of_optimize.keys()
+
+
+@each_entry_point
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"planner": "x"}, "unknown planner 'x'; known: auto, chen, intervals, mincut"),
+        ({"cost": "abacus"}, "unknown cost 'abacus'; known: a100"),
+        ({"plan_seconds": 0}, "plan_seconds must be a finite number above 0, not 0"),
+        ({"plan_seconds": True}, "plan_seconds must be a finite number above 0, not True"),
+        ({"optimizer": "adamv"}, "unknown optimizer 'adamv'; known: "),
+        ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer"),
+        ({"loss_fn": "mse"}, "loss_fn must be a function of the model's output"),
+        ({"autocast": True}, "autocast must be a dtype such as torch.bfloat16"),
+        ({"scaler": True}, "scaler must be a torch.amp.GradScaler"),
+        ({"policy": [("relu", "forget")]}, "policy"),
+        ({"step": "adamw"}, "step must be a fxmem.TrainingStep"),
+    ],
+)
+def test_a_bad_option_is_refused_before_anything_is_captured(
+    entry_point: Callable[..., Any], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("captured")
+
+    monkeypatch.setattr(torch.export, "export", never)
+    with pytest.raises(fxmem.InputError) as refusal:
+        entry_point(build(), batch(), **options)
+    assert message in str(refusal.value)
+
+
+@each_entry_point
+def test_an_unknown_argument_is_refused_with_those_there_are(entry_point: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"has no argument 'budjet'; it has .*optimizer"):
+        entry_point(build(), batch(), budjet=1)
+
+
+@each_entry_point
+def test_a_model_in_eval_mode_is_refused(entry_point: Callable[..., Any]) -> None:
+    with pytest.raises(fxmem.InputError, match=r"eval mode; call model\.train\(\)"):
+        entry_point(build().eval(), batch())
+
+
+@each_entry_point
+def test_a_frozen_model_is_refused(entry_point: Callable[..., Any]) -> None:
+    with pytest.raises(fxmem.InputError, match="none of the 12 parameters of Sequential requires grad"):
+        entry_point(build().requires_grad_(False), batch())
+
+
+@each_entry_point
+def test_an_optimized_model_is_refused(entry_point: Callable[..., Any]) -> None:
+    with pytest.raises(fxmem.InputError, match=r"already optimized; pass model\.fxmem\.original"):
+        entry_point(fxmem.optimize(build()), batch())
+
+
+@each_entry_point
+def test_a_step_is_given_whole_or_in_parts_but_not_both(entry_point: Callable[..., Any]) -> None:
+    with pytest.raises(fxmem.InputError, match="pass step= or its parts"):
+        entry_point(build(), batch(), step=fxmem.TrainingStep(optimizer="sgd"), accumulate=True)
+
+
+def test_a_step_says_what_its_parts_say() -> None:
+    parts: dict[str, Any] = {"optimizer": "sgd", "accumulate": True, "autocast": torch.bfloat16}
+    whole = fxmem.TrainingStep(**parts)
+    x = batch()
+    assert fxmem.estimate(build(), x, step=whole).peak_bytes == fxmem.estimate(build(), x, **parts).peak_bytes
+    assert fxmem.frontier(build(), x, step=whole) == fxmem.frontier(build(), x, **parts)
+    reports = [fxmem.optimize(build(), x, **options).report for options in ({"step": whole}, parts)]
+    assert reports[0].predicted_peak_bytes == reports[1].predicted_peak_bytes
+    assert reports[0].predicted_peak_bytes != fxmem.optimize(build(), x).report.predicted_peak_bytes
+
+
+def test_what_an_estimate_has_planned_is_not_planned_again(kept_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = build(), batch()
+    planned: list[str] = []
+    auto = PLANNERS["auto"]
+    monkeypatch.setitem(PLANNERS, "auto", lambda *args, **kwargs: planned.append("auto") or auto(*args, **kwargs))
+    floor_bytes = fxmem.estimate(model, x).floor_bytes
+    assert planned == ["auto"]
+    points = fxmem.frontier(model, x)
+    report = fxmem.optimize(model, x, budget=floor_bytes).report
+    assert planned == ["auto"]
+    assert points[-1].predicted_peak_bytes == floor_bytes == report.floor_bytes
+
+
+def test_estimate_follows_policy_inplace_cost_and_cache(kept_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(16, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 16)).train(), batch()
+    free = fxmem.estimate(model, x, cost="a100")
+    assert fxmem.estimate(model, x, policy=[("*", "save")], cost="a100").floor_bytes > free.floor_bytes
+    assert fxmem.estimate(model, x, inplace=False, cost="a100").floor_bytes >= free.floor_bytes
+
+    def never(*_: object) -> None:
+        raise AssertionError("looked on disk")
+
+    monkeypatch.setattr(frontier_cache, "load", never)
+    assert fxmem.estimate(model, x, cost="a100", cache=False).floor_bytes == free.floor_bytes
+    with pytest.raises(AssertionError, match="looked on disk"):
+        fxmem.estimate(model, x, cost="a100")
+
+
+def test_nothing_is_run_to_estimate_a_model_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXMEM_MEASURE", "1")
+    real = fxmem.estimate(build(), batch(), cost="cpu", cache=False)
+    with torch.device("meta"):
+        model, x = build(), batch()
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("fxmem.pipeline.with_measured_times", never)
+    assert fxmem.estimate(model, x, cache=False).peak_bytes == real.peak_bytes
