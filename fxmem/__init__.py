@@ -20,10 +20,13 @@ from fxmem.errors import (
 from fxmem.ir import Phase, Plan, Timeline, TimelineStep, Verification
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.training_step import TrainingStep
+from fxmem.progress import log_to_stderr
 from fxmem.report.peak import Breakdown, Place
 from fxmem.report.text import Report, Row
 
 __version__ = "0.1.0"
+
+log_to_stderr()
 
 __all__ = [
     "AllocatorPeaks",

@@ -6,7 +6,6 @@ In: a :class:`CompileContext`, which holds a model, one call's inputs and what t
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -37,13 +36,12 @@ from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.verify import cuda_peaks, eager_peak_bytes, verify
+from fxmem.progress import stage
 from fxmem.report.peak import place_of
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
 
 __all__ = ["CompileContext", "Compiled", "Settings", "compile_model"]
-
-log = logging.getLogger("fxmem")
 
 PASSES: tuple[Pass, ...] = (Inplace(),)
 """Of every graph."""
@@ -73,6 +71,7 @@ def compile_model(
     """
     start, settings = time.perf_counter(), context.settings
     captured = captured or capture(context.model, context.inputs, context.autocast)
+    stage("profiling")
     graph = run_passes(captured, PASSES, context)
     profiled, planned = context.profile_of(graph), None
     emitted = emit_if_all_fits(profiled, context)
@@ -109,6 +108,7 @@ def compile_model(
 
 def profile_for_short_memory(captured: Captured, context: CompileContext) -> Profiled:
     """Return the profile that plans are made on where a step does not fit as it is, with the times asked for."""
+    stage("profiling")
     graph = run_passes(captured, (*PASSES, *PASSES_FOR_SHORT_MEMORY), context)
     return with_times(context.profile_of(graph), context)
 
@@ -116,6 +116,7 @@ def profile_for_short_memory(captured: Captured, context: CompileContext) -> Pro
 def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
     """Return ``profiled`` with op times measured on the model's device, if that is asked for."""
     settings = context.settings
+    stage("measuring op times" if settings.measure else "planning")
     return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
 
 
@@ -125,7 +126,7 @@ def frontier_of(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoin
     name, seconds = settings.planner, settings.plan_seconds
     points = frontier_cache.load(constrained, name, seconds) if settings.cache else None
     if points is None:
-        log.info("planning %d ops with %r, for at most %.0f s of CPU time", len(profile.nodes), name, seconds)
+        stage(f"planning {len(profile.nodes)} ops")
         points = PLANNERS[name](constrained, seconds=seconds)
         if settings.cache:
             frontier_cache.store(constrained, name, seconds, points)
@@ -245,6 +246,7 @@ def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[Fr
 
 
 def _emit(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> Emitted:
+    stage("checking the plan")
     check_plan(profiled.profile, point.plan)
     timeline = simulate(profiled.profile, point.plan)
     graph_module = run_passes(profiled.captured, (Emit(point.plan),), context).graph_module

@@ -24,6 +24,7 @@ from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_peak_bytes, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
+from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.backend_flags import present
 
@@ -72,7 +73,12 @@ class Plans:
     def make(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile for the signature of ``inputs``, where nothing was found. Errors: as :func:`fxmem.optimize` tells."""
         signature = self._signature(inputs, autocast)
-        with as_in_training(), _collected_afterwards():
+        most = CAPTURE_SECONDS + self._settings.plan_seconds
+        with (
+            told(f"planning a training step of {type(self._model).__name__}", most),
+            as_in_training(),
+            _collected_afterwards(),
+        ):
             compiled = self.find(inputs, autocast)
             if compiled is not None:  # another thread was faster
                 return compiled

@@ -38,6 +38,7 @@ from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import Allocation, AllocatorPeaks
 from fxmem.profiling.verify import cuda_peaks, eager_peak_bytes
+from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.peak import Breakdown, Place, breakdown_of, place_of
 from fxmem.torch_patches import replaced
 
@@ -165,6 +166,14 @@ def estimate(
     on_cuda |= device_type == "cuda"
     context = CompileContext(model, inputs, settings, region_of_step(model, settings.step, device_type))
     question = Question(context, world, on_cuda and device_type == "cpu")
+    with told(f"estimating a training step of {type(model).__name__}", CAPTURE_SECONDS + settings.plan_seconds):
+        return _estimate(question, on_cuda)
+
+
+def _estimate(question: Question, on_cuda: bool) -> Estimate:
+    """Return the answer to ``question``, whose context becomes that of other sizes."""
+    context = question.context
+    model, inputs, settings = context.model, context.inputs, context.settings
     events: list[Allocation] = []
     with question.on_fakes():
         captured = capture(model, inputs, context.autocast)

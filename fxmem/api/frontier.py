@@ -13,6 +13,7 @@ from fxmem.ir import PlainData
 from fxmem.passes.context import CompileContext
 from fxmem.pipeline import frontier_of, profile_for_short_memory
 from fxmem.planners.bound import with_bounds
+from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.plots import plot_frontier
 
 
@@ -62,9 +63,11 @@ def frontier(
     check_model(model)
     inputs, settings = example_of(model, example_args, example_kwargs), settings_of(options)
     context = CompileContext(model, inputs, settings, region_of_step(model, settings.step))
-    with as_in_training():
-        captured = capture(model, inputs, context.autocast)
-        profile = profile_for_short_memory(captured, context).profile
+    with told(f"planning {type(model).__name__} for every budget", CAPTURE_SECONDS + settings.plan_seconds):
+        with as_in_training():
+            captured = capture(model, inputs, context.autocast)
+            profile = profile_for_short_memory(captured, context).profile
+        points = with_bounds(profile, frontier_of(profile, settings))
     step_seconds = profile.step_seconds or 1.0
     return Frontier(
         BudgetPoint(
@@ -74,5 +77,5 @@ def frontier(
             overhead_ratio=point.recompute_seconds / step_seconds,
             gap_ratio=point.gap_seconds / step_seconds,
         )
-        for point in with_bounds(profile, frontier_of(profile, settings))
+        for point in points
     )

@@ -42,6 +42,7 @@ from fxmem.errors import CaptureError, InputError, chain_of, first_lines, raised
 from fxmem.fake.fake_tensors import FakeWorld, attributes_restored, check_device, no_value_checks
 from fxmem.fake.modes import DataRead, FewLooks, MemoryLooks, TooManyLooks
 from fxmem.fake.python_state import tensors_restored
+from fxmem.progress import stage
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.backend_flags import NOTED, noted_in_nodes
 from fxmem.runtime.scoped_ops import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
@@ -65,6 +66,7 @@ def capture(
     the model does not take such arguments, ``CaptureError`` when it cannot be captured, when its graph would give other
     gradients, or when it is tied to the size of a dynamic dimension.
     """
+    stage("capturing the graph")
     args, kwargs = inputs.call()
     _check_arguments(model, args, kwargs)
     _check_parameters(model)

@@ -13,6 +13,7 @@ from fxmem.planners.policy import Rule
 from fxmem.profiling.profile import Profiled, profile
 from fxmem.profiling.roofline import Hardware, hardware_for
 from fxmem.profiling.training_step import TrainingStep
+from fxmem.progress import check_interrupted
 from fxmem.runtime.autocast import Autocast
 
 
@@ -72,6 +73,7 @@ class CompileContext:
         """Return the profile of ``graph``, with estimated times. Errors: ``ProfileError``."""
         profiled = self._profiles.get(id(graph))
         if profiled is None:
+            check_interrupted()
             latest = next(reversed(self._profiles.values()), self.base)
             profiled = profile(graph, self.inputs, self.hardware.seconds, self.settings.step, latest)
             self._profiles[id(graph)] = profiled  # which holds the graph, so its id stays its own

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from fxmem.ir import FrontierPoint, GraphProfile, Plan
 from fxmem.planners.incremental import Base, Resumed, Whole
 from fxmem.planners.simulate import Run, Tables, simulate, tables_of
+from fxmem.progress import check_interrupted
 
 Limits = tuple[int, ...]
 MOST_RERUNS = 30
@@ -36,6 +37,7 @@ class Clock:
 
     @property
     def over(self) -> bool:
+        check_interrupted()
         return self.left_seconds == 0.0
 
 
