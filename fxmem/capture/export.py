@@ -125,7 +125,7 @@ def _check_parameters(model: torch.nn.Module) -> None:
             if not isinstance(parameter, torch.nn.Parameter):
                 raise InputError(
                     f"{where} is a plain tensor where a parameter was, as torch.func.functional_call leaves it: give it "
-                    "torch.nn.Parameter objects, or call the unoptimized model, model.original"
+                    "torch.nn.Parameter objects, or call the unoptimized model, model.fxmem.original"
                 )
             if parameter.grad is not None and parameter.grad.shape != parameter.shape:
                 raise InputError(

@@ -18,7 +18,8 @@ from fxmem.passes.context import CompileContext, Settings
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.op_bindings import callable_of
 from fxmem.runtime.recompute import Replay
-from fxmem.runtime.tape import NodeTape, TapedCall, TapeOpener, TapeTable, close_tape
+from fxmem.runtime.tape import TapedCall, TapeOpener, close_tape
+from fxmem.runtime.tape_table import NodeTape, TapeTable
 
 CodeTransformer = Callable[[list[str]], list[str]]
 

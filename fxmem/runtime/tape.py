@@ -25,153 +25,25 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fxmem.errors import PlanMismatchError, SavedTensorModifiedError
-from fxmem.runtime.autocast import Autocast, autocast_as_in_forward
+from fxmem.runtime.autocast import autocast_as_in_forward
 from fxmem.runtime.backend_flags import present, under
 from fxmem.runtime.layout import View, Views, layout_error, layout_message, memory_error
 from fxmem.runtime.recompute import (
     RandomStates,
-    Replay,
     SavedInRerun,
     leaves_of,
     outside_of_batch,
     stash_random_states,
     without_graph,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class NodeTape:
-    """What the tape does at one node of the emitted graph."""
-
-    index: int
-    name: str
-    draws_on: tuple[torch.device, ...]
-    """Devices whose generators are stashed before it runs: a recipe of the plan runs it again."""
-    hooked: bool
-    """It saves something the plan drops."""
-    arguments: tuple[tuple[int, View], ...]
-    """(place among the argument leaves, geometry) of tensor arguments."""
-    loose: tuple[tuple[int, View], ...]
-    """Those arguments, of a node that a recipe runs again, that may lie otherwise than on fakes: an input may be anywhere
-    in its storage, and a dimension of one element has any stride, by which a kernel may be chosen."""
-    outputs: tuple[tuple[int, View], ...]
-    """(place among the output leaves, geometry) of outputs on managed storages."""
-    internals: tuple[int, ...]
-    """Managed storages of what autograd saves beside arguments and outputs, in order of first appearance."""
-    drops_fresh: bool
-    """The plan drops something that is saved here and is none of the arguments."""
-    holds: tuple[tuple[bool, int, int], ...]
-    """(from outputs, place, storage): kept storages, final after this node, that a recomputation reads."""
-    connects: tuple[tuple[int, tuple[int, ...]], ...]
-    """(recipe, dropped storages that it makes), final after this node: their slots take hold of the recipe's inputs."""
-    frees: tuple[int, ...]
-    """Storages whose slots have all their owners once this node is done: the forward lets go of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class TapeTable:
-    """A plan compiled for the runtime. Lists are indexed by managed storage."""
-
-    nodes: dict[int, NodeTape]
-    replays: tuple[Replay | None, ...]
-    """By recipe."""
-    elementwise: frozenset[int]
-    """Recipes that run without autograd."""
-    recipe_inputs: tuple[tuple[int, ...], ...]
-    """By recipe: the managed storages it reads."""
-    recipe_statics: tuple[tuple[int, ...], ...]
-    """By recipe: the static tensors it reads (``~j``)."""
-    recipe_of: tuple[int | None, ...]
-    limits: tuple[int, ...]
-    dropped: frozenset[int]
-    """Dropped storages whose slot can have an owner."""
-    internal: frozenset[int]
-    """Managed storages that are internals."""
-    devices: tuple[torch.device, ...]
-    autocast: Autocast | None
-    """The state recipes run again in."""
-    regions_inside: bool
-    """Whether some of their ops enter autocast regions of their own."""
-    names: tuple[str, ...]
-
-
-class Held:
-    """A tensor that is kept, with the version it had (NOTE [Who owns what on the tape], rule 4)."""
-
-    __slots__ = ("name", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, name: str = "a saved tensor") -> None:
-        self.tensor, self.version, self.name = tensor, tensor._version, name
-
-    def get(self) -> torch.Tensor:
-        """Return the held tensor, after the check autograd would have made."""
-        tensor = self.tensor
-        if tensor._version != self.version:
-            raise SavedTensorModifiedError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.name} ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; expected version "
-                f"{self.version} instead. Do the in-place write after the backward, or on a clone."
-            )
-        return tensor
-
-
-class Slot:
-    """The one place of a storage for one forward call (NOTE [Who owns what on the tape])."""
-
-    __slots__ = ("__weakref__", "held", "inputs", "storage", "tape")
-
-    def __init__(self, tape: Tape, storage: int) -> None:
-        self.tape, self.storage = tape, storage
-        self.inputs: tuple[Slot, ...] = ()
-        self.held: Held | None = None
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Hold ``tensor``, which is cut off from autograd."""
-        self.held = Held(tensor, self.tape.table.names[self.storage])
-        self.inputs = ()
-
-    def get(self) -> torch.Tensor:
-        assert self.held is not None
-        return self.held.get()
-
-
-class Handle:
-    """What autograd holds in place of a saved tensor whose storage is dropped: a slot and the geometry on it."""
-
-    __slots__ = ("slot", "view")
-
-    def __init__(self, slot: Slot, view: View) -> None:
-        self.slot, self.view = slot, view
-
-
-class Fresh:
-    """What autograd holds in place of a tensor that a node itself made: kept, or once it is settled, a handle."""
-
-    __slots__ = ("key", "settled")
-
-    def __init__(self, key: int, tensor: torch.Tensor) -> None:
-        self.key = key
-        self.settled: Held | Handle = Held(tensor.detach())  # its own node would own itself
-
-
-def unpack(saved: Held | Handle | Fresh) -> torch.Tensor:
-    """Return the saved tensor, recomputing its storage if the slot is empty."""
-    if type(saved) is Fresh:
-        saved = saved.settled
-    if type(saved) is Handle:
-        slot = saved.slot
-        if slot.held is None:
-            slot.tape.refill(slot)
-        return saved.view.on(slot.get())
-    assert type(saved) is Held
-    return saved.get()
+from fxmem.runtime.slots import Fresh, Handle, Held, Slot, unpack
+from fxmem.runtime.tape_table import NodeTape, TapeTable
 
 
 class Tape:

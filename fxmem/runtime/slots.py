@@ -1,0 +1,92 @@
+"""What autograd holds in place of saved tensors (NOTE [Who owns what on the tape] in :mod:`fxmem.runtime.tape`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from fxmem.errors import SavedTensorModifiedError
+from fxmem.runtime.layout import View
+from fxmem.runtime.tape_table import TapeTable
+
+
+class Refiller(Protocol):
+    """What a slot needs of its tape."""
+
+    table: TapeTable
+
+    def refill(self, target: Slot) -> None:
+        """Recompute the empty ``target`` and whatever empty slots it needs."""
+
+
+class Held:
+    """A tensor that is kept, with the version it had (NOTE [Who owns what on the tape], rule 4)."""
+
+    __slots__ = ("name", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, name: str = "a saved tensor") -> None:
+        self.tensor, self.version, self.name = tensor, tensor._version, name
+
+    def get(self) -> torch.Tensor:
+        """Return the held tensor, after the check autograd would have made."""
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise SavedTensorModifiedError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.name} ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; expected version "
+                f"{self.version} instead. Do the in-place write after the backward, or on a clone."
+            )
+        return tensor
+
+
+class Slot:
+    """The one place of a storage for one forward call (NOTE [Who owns what on the tape])."""
+
+    __slots__ = ("__weakref__", "held", "inputs", "storage", "tape")
+
+    def __init__(self, tape: Refiller, storage: int) -> None:
+        self.tape, self.storage = tape, storage
+        self.inputs: tuple[Slot, ...] = ()
+        self.held: Held | None = None
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Hold ``tensor``, which is cut off from autograd."""
+        self.held = Held(tensor, self.tape.table.names[self.storage])
+        self.inputs = ()
+
+    def get(self) -> torch.Tensor:
+        assert self.held is not None
+        return self.held.get()
+
+
+class Handle:
+    """What autograd holds in place of a saved tensor whose storage is dropped: a slot and the geometry on it."""
+
+    __slots__ = ("slot", "view")
+
+    def __init__(self, slot: Slot, view: View) -> None:
+        self.slot, self.view = slot, view
+
+
+class Fresh:
+    """What autograd holds in place of a tensor that a node itself made: kept, or once it is settled, a handle."""
+
+    __slots__ = ("key", "settled")
+
+    def __init__(self, key: int, tensor: torch.Tensor) -> None:
+        self.key = key
+        self.settled: Held | Handle = Held(tensor.detach())  # its own node would own itself
+
+
+def unpack(saved: Held | Handle | Fresh) -> torch.Tensor:
+    """Return the saved tensor, recomputing its storage if the slot is empty."""
+    if type(saved) is Fresh:
+        saved = saved.settled
+    if type(saved) is Handle:
+        slot = saved.slot
+        if slot.held is None:
+            slot.tape.refill(slot)
+        return saved.view.on(slot.get())
+    assert type(saved) is Held
+    return saved.get()
