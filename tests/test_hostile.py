@@ -1251,6 +1251,10 @@ def test_numbers_from_a_generator_of_ones_own_are_drawn_once() -> None:
         generator = torch.Generator().manual_seed(3)
         return Model(lambda m, x: (x.exp() * torch.rand(x.shape, generator=generator)).sin())
 
+    if torch.__version__ < (2, 12):  # whose export takes no generators
+        with pytest.raises(fxmem.CaptureError, match=r"torch\._C\.Generator"):
+            fxmem.optimize(build(), batch())
+        return
     check(build, batch(), plans=(drop_all,))
 
 
