@@ -1,6 +1,7 @@
 # Everything runs in a virtual environment of its own. A machine needs python3 (>= 3.11) and make, nothing else.
 #   make demo     what fxmem does, on a real model
-#   make test     lint, types, all tests          (make quick: without the slow ones)
+#   make quick    lint, types and the quick tests: two minutes
+#   make test     the same with the slow ones, what CI runs: at most 12 minutes on 2 cores
 # Another interpreter:  make test PYTHON=python3.12        Another environment:  make test VENV=/tmp/venv
 # More pytest options:  make test PYTEST_ARGS="-k dropout"
 
@@ -11,18 +12,21 @@ PYTEST_ARGS ?=
 PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.installed
+REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *sum(p["optional-dependencies"].values(), []), sep="\n")
 
 # Models are built from configurations: nothing is ever downloaded. Plots need no screen.
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
-.PHONY: help install demo test quick lint types format fuzz bench plots clean distclean
+.PHONY: help install demo test quick test-all test-torch coverage lint types format fuzz bench plots clean distclean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '2,5s/^# //p' Makefile
-	@echo "Targets: install demo test quick lint types format fuzz bench plots clean distclean"
+	@sed -n '2,6s/^# //p' Makefile
+	@echo "Tests: quick, test, test-all (whole sweeps and all notebooks), coverage (of lines and branches, by make test),"
+	@echo "  test-torch TORCH=2.11.0 (the quick ones on another torch, in its own environment), fuzz (10,000 random models)"
+	@echo "Others: install lint types format bench plots clean distclean"
 
 install: $(STAMP)
 
@@ -36,7 +40,7 @@ $(STAMP): constraints.txt pyproject.toml | $(PY)
 	@echo "installing into $(VENV) (some minutes the first time)"
 	@$(PIP_INSTALL) torch
 	@$(PIP_INSTALL) --no-deps torchvision
-	@$(PY) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *sum(p["optional-dependencies"].values(), []), sep="\n")' > $(VENV)/requirements.txt
+	@$(PY) -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
 	@$(PIP_INSTALL) -r $(VENV)/requirements.txt
 	@$(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
@@ -44,11 +48,46 @@ $(STAMP): constraints.txt pyproject.toml | $(PY)
 demo: $(STAMP)
 	$(PY) -m benchmarks.demo
 
+# Three tiers, marked in the tests (tests/tiers.py): quick < test < test-all.
+PYTEST := $(PY) -m pytest -n 2 --dist worksteal
+QUICK := -m "not slow and not exhaustive"
+
 test: lint types
-	$(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) -m "not exhaustive" $(PYTEST_ARGS)
 
 quick: lint types
-	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) $(QUICK) $(PYTEST_ARGS)
+
+test-all: lint types
+	$(PYTEST) $(PYTEST_ARGS)
+
+# Which lines and branches of fxmem `make test` runs. Not part of it: Python 3.11 counts at a third of the speed.
+coverage: $(STAMP)
+	$(PYTEST) -m "not exhaustive" --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+
+# The quick tests on another torch, in an environment of its own (a CUDA build has several GB; it runs on the CPU too):
+#   make test-torch TORCH=2.11.0        A cap on torch from outside the project:  PIP_CONFIG_FILE=/dev/null make ...
+# torchvision comes along because each release of it takes one release of torch only: pip finds the pair. A torch may
+# also want another setuptools than that of constraints.txt.
+TORCH ?=
+TORCH_VENV = .venv-torch-$(TORCH)
+TORCH_PIP = $(TORCH_VENV)/bin/python -m pip install -q --no-input --disable-pip-version-check
+
+test-torch:
+	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.11.0"; exit 2; }
+	@$(MAKE) --no-print-directory $(TORCH_VENV)/.installed TORCH=$(TORCH)
+	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal $(QUICK) $(PYTEST_ARGS)
+
+.venv-torch-%/.installed: constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv-torch-$*
+	@echo "installing torch $* into .venv-torch-$* (many minutes the first time)"
+	@$(TORCH_PIP) torch==$* torchvision
+	@grep -vE '^(torch|torchvision|setuptools)==' constraints.txt > .venv-torch-$*/constraints.txt
+	@.venv-torch-$*/bin/python -m pip freeze | grep -E '^torch(vision)?==' >> .venv-torch-$*/constraints.txt
+	@$(PYTHON) -c '$(REQUIREMENTS)' > .venv-torch-$*/requirements.txt
+	@$(TORCH_PIP) -c .venv-torch-$*/constraints.txt -r .venv-torch-$*/requirements.txt
+	@$(TORCH_PIP) --no-deps --no-build-isolation -e .
+	@touch $@
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -78,7 +117,7 @@ plots: $(STAMP)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './.venv-torch-*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-torch-*

@@ -97,6 +97,7 @@ def test_a_step_is_given_whole_or_in_parts_but_not_both(entry_point: Callable[..
         entry_point(build(), batch(), step=fxmem.TrainingStep(optimizer="sgd"), accumulate=True)
 
 
+@pytest.mark.slow
 def test_a_step_says_what_its_parts_say() -> None:
     parts: dict[str, Any] = {"optimizer": "sgd", "accumulate": True, "autocast": torch.bfloat16}
     whole = fxmem.TrainingStep(**parts)

@@ -14,6 +14,7 @@ import fxmem
 from fxmem.api.module import OptimizedModule
 from fxmem.profiling.storage_tracker import StorageTracker
 from tests.exactness import same_bits
+from tests.tiers import diagonal, representatives
 
 ROWS, WIDTH = 32, 8
 
@@ -97,6 +98,7 @@ def assert_both_do(
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_second_backward_through_a_retained_graph() -> None:
     def action(model: nn.Module, x: Tensor) -> None:
         loss = loss_of(model(x))
@@ -140,11 +142,12 @@ def test_grad_of_a_part() -> None:
     assert_both_do(action)
 
 
-@pytest.mark.parametrize("key", ["hidden", "out"])
+@pytest.mark.parametrize("key", representatives(["hidden", "out"], "out", quick=["hidden"]))
 def test_backward_of_one_output_only(key: str) -> None:
     assert_both_do(lambda model, x: model(x)[key].sum().backward())
 
 
+@pytest.mark.slow
 def test_backward_of_outputs_one_after_the_other() -> None:
     def action(model: nn.Module, x: Tensor) -> None:
         output = model(x)
@@ -154,6 +157,7 @@ def test_backward_of_outputs_one_after_the_other() -> None:
     assert_both_do(action)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backwards", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_several_forwards_before_any_backward(backwards: tuple[int, ...]) -> None:
     def action(model: nn.Module, x: Tensor) -> None:
@@ -164,10 +168,12 @@ def test_several_forwards_before_any_backward(backwards: tuple[int, ...]) -> Non
     assert_both_do(action)
 
 
+@pytest.mark.slow
 def test_one_backward_of_several_forwards() -> None:
     assert_both_do(lambda model, x: (loss_of(model(x)) + loss_of(model(x * 2))).backward())
 
 
+@pytest.mark.slow
 def test_model_applied_to_its_own_output() -> None:
     assert_both_do(lambda model, x: loss_of(model(model(x)["hidden"])).backward())
 
@@ -180,6 +186,7 @@ def test_accumulating_over_micro_batches() -> None:
     assert_both_do(action)
 
 
+@pytest.mark.slow
 def test_steps_of_an_optimizer() -> None:
     def action(model: nn.Module, x: Tensor) -> list[Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -192,6 +199,7 @@ def test_steps_of_an_optimizer() -> None:
     assert_both_do(action)
 
 
+@pytest.mark.slow
 def test_train_and_eval_steps_interleaved() -> None:
     def action(model: nn.Module, x: Tensor) -> list[Tensor]:
         seen = []
@@ -207,6 +215,7 @@ def test_train_and_eval_steps_interleaved() -> None:
     assert_both_do(action)
 
 
+@pytest.mark.slow
 def test_anomaly_mode() -> None:
     def action(model: nn.Module, x: Tensor) -> None:
         with torch.autograd.detect_anomaly(check_nan=True):
@@ -216,6 +225,7 @@ def test_anomaly_mode() -> None:
         assert_both_do(action)
 
 
+@pytest.mark.slow
 def test_backward_from_another_thread() -> None:
     def action(model: nn.Module, x: Tensor) -> None:
         loss = loss_of(model(x))
@@ -226,6 +236,7 @@ def test_backward_from_another_thread() -> None:
     assert_both_do(action)
 
 
+@pytest.mark.slow
 def test_forward_and_backward_in_two_threads_at_once() -> None:
     _, optimized, x = pair(Smooth)
     expected = [torch.autograd.grad(loss_of(optimized(x)), list(optimized.parameters())) for _ in range(2)]
@@ -258,6 +269,7 @@ def test_hooks_on_parameters_and_outputs() -> None:
     assert_both_do(action)
 
 
+@pytest.mark.slow
 def test_hooks_on_the_optimized_module_itself() -> None:
     _, optimized, x = pair()
     calls: list[str] = []
@@ -288,11 +300,13 @@ def _live_bytes_after(optimized: OptimizedModule, action: Callable[[], Any]) -> 
     return int(tracker.live_bytes - start_bytes)
 
 
+@pytest.mark.slow
 def test_forward_without_backward_leaks_nothing() -> None:
     _, optimized, x = pair()
     assert _live_bytes_after(optimized, lambda: optimized(x) and None) == 0
 
 
+@pytest.mark.slow
 def test_outputs_that_die_take_the_graph_along() -> None:
     _, optimized, x = pair()
     output = optimized(x)
@@ -301,6 +315,7 @@ def test_outputs_that_die_take_the_graph_along() -> None:
     assert [reference() for reference in references] == [None, None]
 
 
+@pytest.mark.slow
 def test_partial_backward_then_dropping_the_rest_leaks_nothing() -> None:
     _, optimized, x = pair()
 
@@ -328,8 +343,10 @@ class Bomb(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("countdown", [3, 20, 41, 55, 69, 90, 120])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("countdown", "error"), diagonal([3, 20, 41, 55, 69, 90, 120], [RuntimeError, KeyboardInterrupt])
+)
 def test_an_error_midway_leaves_hooks_and_generator_clean(countdown: int, error: type[BaseException]) -> None:
     eager, optimized, x = pair()
     states: list[Tensor] = []
@@ -381,6 +398,7 @@ def test_a_parameter_changed_between_forward_and_backward_is_reported() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_an_input_changed_between_forward_and_backward_is_reported() -> None:
     _, optimized, x = pair()
     loss = loss_of(optimized(x))
@@ -390,6 +408,7 @@ def test_an_input_changed_between_forward_and_backward_is_reported() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_an_output_changed_before_its_backward_is_reported() -> None:
     eager, optimized, x = pair()
     for model in (eager, optimized):
@@ -400,6 +419,7 @@ def test_an_output_changed_before_its_backward_is_reported() -> None:
             loss.backward()
 
 
+@pytest.mark.slow
 def test_an_output_changed_where_eager_allows_it_gives_the_same_numbers() -> None:
     def action(model: nn.Module, x: Tensor) -> None:
         output = model(x)
@@ -420,6 +440,7 @@ def test_torch_func_is_refused_by_name() -> None:
     assert same_bits(expected, torch.func.grad(lambda t: loss_of(optimized.original(t)))(x.detach()))
 
 
+@pytest.mark.slow
 def test_functional_call_with_other_parameters_uses_them() -> None:
     eager, optimized, x = pair(Smooth)
     others = {name: (p.detach() * 2).requires_grad_() for name, p in eager.named_parameters()}

@@ -32,6 +32,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     return "tiny"
 
 
+@pytest.mark.slow
 def test_a_measurement_has_peak_time_and_equal_numbers(tiny: str) -> None:
     budget = next(measure(tiny, "cpu", [Way("fxmem", "fxmem")], 0.01)).floor_bytes
     eager, ours, peer = measure(tiny, "cpu", [EAGER, Way("fxmem", "fxmem", budget), Way("c", "checkpoint")], 0.01)
@@ -48,6 +49,7 @@ def test_checkpointing_updates_batchnorm_statistics_twice(tiny: str) -> None:
     assert "wrong" in row.buffers
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_or_apply_is_a_row_with_a_reason(tiny: str) -> None:
     rows = measure(tiny, "cpu", [Way("fxmem", "fxmem", 1000), Way("s", "sequential"), Way("x", "nonsense")], 0.01)
     assert [row.problem.split(":")[0] for row in rows] == ["not reachable", "not applicable", "KeyError"]
@@ -95,6 +97,7 @@ def test_a_compiled_peer_is_judged_by_its_own_time_without_recompute() -> None:
     assert not verdict.lost
 
 
+@pytest.mark.slow
 def test_a_compiled_peer_takes_turns_with_itself_without_recompute(tiny: str) -> None:
     ways = [Way(f"p {budget}", "partitioner", budget) for budget in (1.0, 0.0)]
     free, keeping, dropping = measure(tiny, "cpu", [NO_RECOMPUTE, *ways], 0.01)

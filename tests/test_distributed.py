@@ -119,6 +119,7 @@ def process_group(tmp_path: Path) -> Any:
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_one_process() -> None:
     check_both_kinds({"gradient_as_bucket_view": True}, {}, {"find_unused_parameters": True})

@@ -11,6 +11,7 @@ from fxmem.profiling.profile import _is_elementwise
 from fxmem.runtime.inplace_ops import ELEMENTWISE
 from fxmem.runtime.recompute import SavedInRerun
 from tests.exactness import same_bits
+from tests.tiers import representatives
 
 NUM_SAMPLES = 3
 NOT_HERE = ("as_strided", "jiterator")
@@ -43,7 +44,8 @@ def _run(op, sample, requires_grad):
     return [leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)], record.ops
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", representatives([torch.float32, torch.bfloat16], torch.float32))
 def test_ops_the_dispatcher_calls_pointwise_make_the_same_bits_without_autograd(dtype):
     compared = set()
     for op in op_db:

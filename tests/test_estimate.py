@@ -25,6 +25,7 @@ from fxmem.profiling.training_step import TrainingStep, run_step
 from fxmem.profiling.verify import eager_peak_bytes
 from fxmem.runtime.autocast import Autocast
 from tests import zoo
+from tests.tiers import diagonal
 
 MIB = 2**20
 
@@ -104,10 +105,10 @@ def mlp() -> nn.Module:
 SGD = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1), "adamw": torch.optim.AdamW}
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("optimizer", SGD)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "accumulate", "scaled", "dtype"), diagonal(SGD, [False, True], [False, True], [None, torch.bfloat16])
+)
 def test_micro_batches_and_scalers_are_predicted_to_the_byte(
     optimizer: str, accumulate: bool, scaled: bool, dtype: torch.dtype | None
 ) -> None:
@@ -128,6 +129,7 @@ def test_micro_batches_and_scalers_are_predicted_to_the_byte(
     assert measured == optimized.report.predicted_peak_bytes <= estimate.floor_bytes
 
 
+@pytest.mark.slow
 def test_gradients_of_earlier_micro_batches_raise_the_peak_by_what_the_backward_has_not_made_yet() -> None:
     model, x = mlp(), torch.randn(64, 32)
     first, later = (fxmem.estimate(model, x, optimizer=None, accumulate=a) for a in (False, True))
@@ -311,8 +313,11 @@ def test_shared_expanded_and_frozen_storages_count_once_and_right() -> None:
     assert measured_peak(model, ((tokens,), {}), None, optimizer) == estimate.peak_bytes
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", ["resnet18", "gpt2_2l", "whisper", "mixtral", "unet2d", "mamba", "t5"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    diagonal(["resnet18", "gpt2_2l", "whisper", "mixtral", "unet2d", "mamba", "t5"], [None, torch.bfloat16]),
+)
 def test_estimates_of_real_models_equal_what_is_measured(name: str, dtype: torch.dtype | None) -> None:
     entry = zoo.get(name)
     model = entry.build().train()
@@ -522,6 +527,7 @@ def saved_and_redone(profiled: Profiled, inputs: Inputs, plan: Plan) -> tuple[fl
     return held[1] / MIB, num_matmuls - 15, tracker.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_budget_of_b_mib_on_the_chain_saves_b_mib_and_redoes_the_other_matmuls() -> None:
     """PyTorch's test_matmul_even_chain, measured on the emitted module: b of 10 saved matrices, 5 - b more matmuls.
 

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fxmem
 from fxmem.api.module import OptimizedModule
 from tests.exactness import same_bits
+from tests.tiers import representatives
 
 WIDTH = 16
 
@@ -70,7 +71,8 @@ def assert_same(eager: nn.Module, model: nn.Module) -> None:
 # -- moved and changed -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", representatives([torch.float64, torch.bfloat16, torch.float16], torch.float64))
 def test_another_dtype_before_and_after_planning(dtype: torch.dtype) -> None:
     eager, before, after = build().to(dtype), build().to(dtype), build()
     x = batch(dtype=dtype)
@@ -82,6 +84,7 @@ def test_another_dtype_before_and_after_planning(dtype: torch.dtype) -> None:
     assert_same(eager, after)
 
 
+@pytest.mark.slow
 def test_apply_visits_every_module_and_zero_grad_every_gradient() -> None:
     eager, model = build(), build()
     optimized = tight(model, batch())
@@ -100,6 +103,7 @@ def test_apply_visits_every_module_and_zero_grad_every_gradient() -> None:
     assert_same(eager, model)
 
 
+@pytest.mark.slow
 def test_keyword_only_arguments() -> None:
     eager, model = build(), build()
     optimized = fxmem.optimize(model, example_kwargs={"x": batch(), "scale": 2.0}, optimizer=None, planner="chen")
@@ -109,6 +113,7 @@ def test_keyword_only_arguments() -> None:
     assert_same(eager, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "norm",
     [parametrizations.spectral_norm, parametrizations.weight_norm, nn.utils.spectral_norm, nn.utils.weight_norm],
@@ -135,6 +140,7 @@ def saved_and_loaded(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded])
 def test_a_copy_trains_alike_and_apart(copied: Callable[[Any], Any]) -> None:
     eager, model = build(), build()
@@ -160,6 +166,7 @@ def test_a_copy_does_without_the_optimizers_state() -> None:
     assert len(pickle.dumps(optimized)) < 1.5 * len(pickle.dumps(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_from_eager_and_back(assign: bool) -> None:
     eager, model = Net(), build()
@@ -190,6 +197,7 @@ def test_state_of_a_model_around_is_loaded_by_the_parts_own_code_and_hooks() -> 
     assert notes == ["loaded", "saved"]
 
 
+@pytest.mark.slow
 def test_averaged_weights() -> None:
     averages = []
     for model in (build(), tight(build(), batch())):
@@ -208,6 +216,7 @@ def test_averaged_weights() -> None:
 # -- wrapped and compiled ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_data_parallel_without_devices_and_sync_batch_norm_without_processes() -> None:
     eager, model = build(), build()
     for m, run in ((eager, eager), (model, nn.DataParallel(tight(model, batch(), times=2)))):
@@ -216,6 +225,7 @@ def test_data_parallel_without_devices_and_sync_batch_norm_without_processes() -
     assert_same(eager, model)
 
 
+@pytest.mark.slow
 def test_compile_in_place_compiles_nothing_and_runs_the_same() -> None:
     eager, model = build(), build()
     optimized = tight(model, batch())
@@ -226,6 +236,7 @@ def test_compile_in_place_compiles_nothing_and_runs_the_same() -> None:
     assert same_bits(eager.eval()(batch()).detach(), optimized.eval()(batch()).detach())
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_refused_whenever_it_was_compiled() -> None:
     with pytest.raises(fxmem.InputError, match=r"the model is compiled by torch\.compile.*before it was compiled"):
         fxmem.optimize(torch.compile(build(), backend="eager"))
@@ -261,6 +272,7 @@ class Around(nn.Module):
         return self.part(self.way(self.first(x).sin()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [lambda h: h, lambda h: h.view(2, 16, WIDTH), lambda h: h[4:20], lambda h: h.view(2, 16, WIDTH).mT.mT],
@@ -315,6 +327,7 @@ class Residual(nn.Module):
         return x + self.down(torch.sigmoid(self.up(self.norm(x))))
 
 
+@pytest.mark.slow
 def test_a_model_that_looks_at_values_is_refused_and_the_advice_works() -> None:
     torch.manual_seed(0)
     eager = Gated()
@@ -445,7 +458,9 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name", representatives(CHANGES, "class_attribute", "slots", "deep", "deque", "array", quick=["config", "enum"])
+)
 def test_a_changed_attribute_of_any_kind_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Configured, "times", 1.0)
     value, change = CHANGES[name]
@@ -459,6 +474,7 @@ def test_a_changed_attribute_of_any_kind_is_noticed(name: str, monkeypatch: pyte
     assert torch.equal(model(x), 2 * before)
 
 
+@pytest.mark.slow
 def test_an_attribute_that_changes_in_every_step_is_warned_of() -> None:
     model, x = Configured(None), torch.randn(3, 4)
     optimized = fxmem.optimize(model, planner="chen")

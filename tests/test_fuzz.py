@@ -8,8 +8,8 @@ from fxmem.planners.registry import PLANNERS
 from tests import fuzz
 from tests.fuzz_cases import MAKES, WRITES, Case, check_case
 
-NUM_CASES = 150
-"""Of every test run; ``make fuzz`` (tests/fuzz.py) runs many more, new ones every time."""
+NUM_CASES, NUM_CASES_IN_ALL = 40, 150
+"""Of every test run, and of ``make test-all``; ``make fuzz`` (tests/fuzz.py) runs many more, new ones every time."""
 
 programs = st.lists(
     st.tuples(st.sampled_from([*MAKES, *MAKES, *WRITES]), st.integers(0, 30), st.integers(0, 30)),
@@ -28,9 +28,17 @@ cases = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=NUM_CASES, suppress_health_check=list(HealthCheck))
 @given(case=cases)
 def test_fuzz_random_models_train_to_the_same_bits(case: Case) -> None:
+    check_case(case)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=NUM_CASES_IN_ALL, suppress_health_check=list(HealthCheck))
+@given(case=cases)
+def test_fuzz_many_random_models_train_to_the_same_bits(case: Case) -> None:
     check_case(case)
 
 

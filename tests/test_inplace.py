@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fxmem
 from fxmem.profiling.training_step import run_step
 from tests.exactness import check, same_bits
+from tests.tiers import diagonal
 
 
 class Functional(nn.Module):
@@ -27,6 +28,7 @@ class Functional(nn.Module):
         return self.last(hidden).tanh() + shifted.mean()  # legal: conv2d does not need its result
 
 
+@pytest.mark.slow
 def test_relu_after_batch_norm_is_done_in_place_and_nothing_else_changes() -> None:
     model = Functional().train()
     reference, plain = copy.deepcopy(model), copy.deepcopy(model)
@@ -74,14 +76,16 @@ class FrozenNorms(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("memory_format", "affine", "autocast"),
+    diagonal([torch.contiguous_format, torch.channels_last], [True, False], [None, torch.bfloat16]),
+)
 def test_frozen_batch_norms_train_to_the_same_bits(memory_format: Any, affine: bool, autocast: Any) -> None:
     x = torch.randn(2, 4, 6, 6).to(memory_format=memory_format)
     check(lambda: FrozenNorms(affine=affine, memory_format=memory_format), x, autocast=autocast)
 
 
+@pytest.mark.slow
 def test_frozen_batch_norms_save_nothing_of_their_inputs_size() -> None:
     x = torch.randn(2, 4, 6, 6)
     report = fxmem.optimize(FrozenNorms(), x, optimizer=None).report
@@ -152,6 +156,7 @@ def test_clipping_that_reads_its_result_in_the_backward_gives_the_same_bits(clip
         assert same_bits(expected, found)
 
 
+@pytest.mark.slow
 def test_clipping_in_place_saves_no_copy_and_may_be_dropped() -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -227,8 +232,8 @@ OVER_VIEWS = {
 }
 
 
-@pytest.mark.parametrize("op", OVER_VIEWS)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "batch"), diagonal(OVER_VIEWS, [1, 3]))
 def test_gradients_of_what_is_written_over_a_view_keep_their_layout(op: str, batch: int) -> None:
     class Block(nn.Module):
         """A linear layer's result on sequences is a view; what comes after gives it a transposed gradient."""

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fxmem
 from fxmem.fake.meta_fixups import TruerFakes
 from tests.exactness import same_bits
+from tests.tiers import diagonal
 
 WIDTH = 16
 
@@ -38,6 +39,7 @@ def any_sizes(draw: random.Random) -> tuple[int, ...]:
     return tuple(draw.choice([1, 1, 2, 4, 6]) for _ in range(draw.randint(2, 4)))
 
 
+@pytest.mark.slow
 def test_views_with_dimensions_of_one_element() -> None:
     draw, num_seen = random.Random(0), 0
     for _ in range(300):
@@ -51,8 +53,10 @@ def test_views_with_dimensions_of_one_element() -> None:
     assert num_seen > 300
 
 
-@pytest.mark.parametrize("op", [torch.add, torch.sub, torch.mul, torch.div])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "dtype"), diagonal([torch.add, torch.sub, torch.mul, torch.div], [torch.float32, torch.bfloat16])
+)
 def test_ops_on_two_operands_with_expanded_dimensions_and_of_one_element(
     op: Callable[..., Tensor], dtype: torch.dtype
 ) -> None:
@@ -137,6 +141,7 @@ class Turning(nn.Module):
         return self.last(self.second(x + x.mT).sin()).exp()
 
 
+@pytest.mark.slow
 def test_a_kernel_that_lays_out_otherwise_than_its_fake_is_followed() -> None:
     def last(y: Tensor) -> Tensor:
         first, second = turned(y).sigmoid().chunk(2, dim=-1)
@@ -154,6 +159,7 @@ def test_a_kernel_that_lays_out_otherwise_than_its_fake_is_followed() -> None:
         assert same_bits(expected.grad, ours.grad)
 
 
+@pytest.mark.slow
 def test_what_is_written_in_part_after_a_layout_that_no_fake_foresaw() -> None:
     class Written(nn.Module):
         def __init__(self, view: Callable[[Tensor], Tensor]) -> None:

@@ -19,6 +19,7 @@ from fxmem.profiling.roofline import PRESETS
 from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.runtime.compressed_ops import dropout_mask, masked_dropout, safe_softmax
 from tests.exactness import Checked, check, on_the_way, same_bits
+from tests.tiers import representatives
 
 PLANS = (drop_all, on_the_way)
 
@@ -91,6 +92,7 @@ def test_attention_gives_the_same_bits(options: dict[str, Any], autocast: Any) -
     assert any("saving less" in plan for plan in checked.peaks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"is_causal": True}, {"scale": 0.3, "enable_gqa": True}], ids=["causal", "grouped"]
 )
@@ -205,6 +207,7 @@ class Itself(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_attention_to_a_leaf_gives_the_same_bits(autocast: Any) -> None:
     check(Biased, torch.randn(2, 5, 8), autocast=autocast, plans=PLANS)
@@ -253,6 +256,7 @@ def test_what_only_narrow_strides_could_cost_is_not_paid() -> None:
     assert plain.floor_bytes <= plain.predicted_peak_bytes
 
 
+@pytest.mark.slow
 def test_the_report_names_what_is_in_place_beside_masks_of_bytes() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 64)).train()
     x = torch.randn(128, 64)
@@ -273,6 +277,7 @@ def test_autocast_inside_the_model_gives_the_same_bits() -> None:
     assert any("saving less" in plan for plan in checked.peaks)
 
 
+@pytest.mark.slow
 def test_encoder_layers_give_the_same_bits() -> None:
     checked = check(
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True), torch.randn(3, 5, 8), plans=PLANS
@@ -280,13 +285,14 @@ def test_encoder_layers_give_the_same_bits() -> None:
     assert any("saving less" in plan for plan in checked.peaks)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", representatives([nn.LSTM, nn.GRU, nn.RNN], nn.RNN, quick=[nn.LSTM]))
 def test_recurrent_layers_stay_whole(kind: Any) -> None:
     exact_peak = kind is not nn.LSTM  # its biases share a gradient, whose copies the simulation counts too late
     checked = check(lambda: kind(4, 4, 2, dropout=0.3), torch.randn(40, 2, 4), plans=PLANS, exact_peak=exact_peak)
     assert not any("saving less" in plan for plan in checked.peaks)
 
 
+@pytest.mark.slow
 def test_masks_have_bytes_only_where_memory_is_short() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 64)).train()
     x = torch.randn(128, 64)
@@ -301,7 +307,16 @@ def test_masks_have_bytes_only_where_memory_is_short() -> None:
     assert short.report.timeline.num_recomputed == 0
 
 
-@pytest.mark.parametrize("where", ["dropout", "aten.dropout.default", "1", lambda node: node.random])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where",
+    [
+        "dropout",
+        pytest.param("aten.dropout.default", marks=pytest.mark.exhaustive),
+        pytest.param("1", marks=pytest.mark.exhaustive),
+        lambda node: node.random,
+    ],
+)
 def test_a_call_that_the_policy_speaks_of_stays_as_it_is(where: Any) -> None:
     layers = [nn.Linear(16, 64), nn.Dropout(0.1), nn.GELU(), nn.SiLU(), nn.GELU(), nn.Linear(64, 64)]
     model, x = nn.Sequential(*layers).train(), torch.randn(128, 16)
@@ -326,6 +341,7 @@ def test_models_on_other_devices_stay_as_they_are() -> None:
     assert with_lean_saves(elsewhere, lambda node: False) is checked.captured
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_gradient_is_the_same() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.4), nn.Tanh(), nn.GELU(), nn.Linear(64, 64)).train()
     x = torch.randn(64, 8, requires_grad=True)

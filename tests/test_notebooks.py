@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import representatives
+
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
@@ -26,7 +28,7 @@ def test_a_notebook_is_committed_with_its_outputs(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kept_plans")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", representatives(NOTEBOOKS, NOTEBOOKS[0]), ids=lambda path: path.stem)
 def test_a_notebook_runs_and_no_cell_takes_two_minutes(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}

@@ -12,6 +12,7 @@ from fxmem.planners.pareto import cheapest_within, pareto
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import keep_all, simulate
 from tests.synthetic import Op, build, chain, hourglass, random_dag, residual_blocks
+from tests.tiers import representatives
 
 GRAPHS = {
     "chain": chain(40, nbytes=4, grad_bytes=1),
@@ -40,6 +41,7 @@ def brute_force(profile: GraphProfile) -> tuple[FrontierPoint, ...]:
     return pareto(points)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_a_frontier_is_a_pareto_set_and_the_simulator_agrees_with_it(planner: str, graph: str) -> None:
@@ -54,6 +56,7 @@ def test_a_frontier_is_a_pareto_set_and_the_simulator_agrees_with_it(planner: st
         assert left.recompute_seconds < right.recompute_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_a_budget_that_eager_meets_costs_nothing(planner: str, graph: str) -> None:
@@ -62,6 +65,7 @@ def test_a_budget_that_eager_meets_costs_nothing(planner: str, graph: str) -> No
     assert best_seconds(PLANNERS[planner](profile, seconds=20.0), eager_bytes) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_more_budget_never_costs_more_and_no_peak_exceeds_it(graph: str) -> None:
     points = PLANNERS["auto"](GRAPHS[graph], seconds=20.0)
@@ -74,13 +78,14 @@ def test_more_budget_never_costs_more_and_no_peak_exceeds_it(graph: str) -> None
     assert costs == sorted(costs, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_equal_profiles_get_equal_plans(planner: str) -> None:
     first = PLANNERS[planner](random_dag(11, 30), seconds=60.0)
     assert first == PLANNERS[planner](random_dag(11, 30), seconds=60.0)
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("graph", representatives(GRAPHS, *GRAPHS, quick=["random", "one op", "two ops", "all impure"]))
 def test_auto_is_at_least_as_good_as_every_other_planner(graph: str) -> None:
     auto = PLANNERS["auto"](GRAPHS[graph], seconds=60.0)
     for planner in PLANNERS.keys() - {"auto"}:
@@ -127,6 +132,7 @@ def test_a_nested_plan_recomputes_more_and_holds_less_than_plain_segments() -> N
     assert min(p.peak_bytes for p in nested) < min(p.peak_bytes for p in plain)
 
 
+@pytest.mark.slow
 def test_cheap_ops_are_dropped_before_dear_ones() -> None:
     profile = residual_blocks(4, width=8)
     points = PLANNERS["auto"](profile, seconds=20.0)
@@ -137,6 +143,7 @@ def test_cheap_ops_are_dropped_before_dear_ones() -> None:
     assert not dear.intersection(s for s in point.plan.dropped if profile.storages[s].num_saves)
 
 
+@pytest.mark.slow
 def test_impure_ops_are_never_dropped() -> None:
     profile = random_dag(17, 40)
     impure = {s.index for s in profile.storages if s.recipe is None}
@@ -144,6 +151,7 @@ def test_impure_ops_are_never_dropped() -> None:
         assert impure.isdisjoint(point.plan.dropped)
 
 
+@pytest.mark.slow
 def test_cheapest_within_is_none_below_the_floor() -> None:
     points = PLANNERS["auto"](GRAPHS["chain"], seconds=20.0)
     assert cheapest_within(points, points[-1].peak_bytes - 1) is None

@@ -37,7 +37,12 @@ def test_no_plan_of_a_random_graph_is_below_the_bound(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "profile", [chain(60, nbytes=4), residual_blocks(8), hourglass(5)], ids=["chain", "blocks", "hourglass"]
+    "profile",
+    [
+        pytest.param(chain(60, nbytes=4), id="chain"),
+        pytest.param(residual_blocks(8), id="blocks", marks=pytest.mark.exhaustive),
+        pytest.param(hourglass(5), id="hourglass", marks=pytest.mark.slow),
+    ],
 )
 def test_the_bound_is_close_to_the_plans_found_in_the_upper_half(profile: GraphProfile) -> None:
     points = PLANNERS["auto"](profile, seconds=60.0)

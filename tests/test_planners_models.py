@@ -79,6 +79,7 @@ def check_frontier(graph: GraphProfile, points: tuple[FrontierPoint, ...]) -> No
         assert 0.0 <= point.bound_seconds <= point.recompute_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_frontiers_of_models_are_sound_and_monotone(name: str) -> None:
     check_frontier(graph_of(name), frontier_of(name))
@@ -90,6 +91,7 @@ def test_fuzz_frontiers_of_random_graphs_are_sound_and_monotone(seed: int, num_o
     check_frontier(graph, PLANNERS["intervals"](graph, seconds=60.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_op_times_off_by_a_third_cost_at_most_a_point_of_the_step(name: str) -> None:
     graph, rng = graph_of(name), random.Random(0)

@@ -71,6 +71,7 @@ def test_windows_make_plans_cheaper_and_are_judged(profile: GraphProfile) -> Non
     assert rechoose(profile, points, num_windows=6, clock=Clock(60.0)) == found
 
 
+@pytest.mark.slow
 def test_wider_windows_go_on_where_narrow_ones_helped(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = hourglass(5)
     wide = rechoose(profile, _ends(profile), num_windows=40, clock=Clock(60.0))
@@ -86,6 +87,7 @@ def test_no_more_windows_than_it_may() -> None:
     assert rechoose(profile, points, num_windows=0, clock=Clock(60.0)) == points
 
 
+@pytest.mark.slow
 def test_auto_uses_windows_on_graphs_too_large_for_the_whole_program() -> None:
     points = PLANNERS["auto"](residual_blocks(10, grad_bytes=1), seconds=60.0)
     assert any(point.plan.planner == "windows" for point in points)

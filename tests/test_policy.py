@@ -242,6 +242,7 @@ def test_the_oldest_files_go_first(place, monkeypatch) -> None:
 # -- the frontier ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_frontier_falls_from_keeping_everything_and_budgets_are_met() -> None:
     model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1))))
     x = torch.randn(256, 16)

@@ -11,6 +11,7 @@ README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept_plans")
 @pytest.mark.parametrize("block", BLOCKS, ids=[str(i) for i in range(len(BLOCKS))])
 def test_the_code_in_readme_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ def report() -> fxmem.Report:
     return fxmem.optimize(model, x, budget=budget, optimizer=None).report
 
 
+@pytest.mark.slow
 def test_the_timelines_peak_at_the_planned_and_the_eager_peak(report: fxmem.Report) -> None:
     assert max(b for _, b, _ in curve_of(report.timeline)) == report.predicted_peak_bytes
     assert max(b for _, b, _ in curve_of(report.eager_timeline)) == report.eager_peak_bytes

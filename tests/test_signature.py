@@ -291,6 +291,7 @@ class Scaled(nn.Module):
         return (self.inner(x) * self.helper.slope).sin() * self.helper.table.sum()
 
 
+@pytest.mark.slow
 def test_numbers_and_tensors_of_a_helper_object_are_watched() -> None:
     x = torch.randn(ROWS, WIDTH)
     optimized = recomputing(Scaled(), x)
@@ -305,6 +306,7 @@ def test_numbers_and_tensors_of_a_helper_object_are_watched() -> None:
     assert len(optimized.fxmem.plans.ways) == 4
 
 
+@pytest.mark.slow
 def test_a_new_function_is_never_taken_for_one_that_is_gone() -> None:
     model, x = Adjustable(), torch.randn(ROWS, WIDTH)
     optimized = fxmem.optimize(model, optimizer=None)
@@ -313,6 +315,7 @@ def test_a_new_function_is_never_taken_for_one_that_is_gone() -> None:
         assert torch.equal(optimized(x), model(x))
 
 
+@pytest.mark.slow
 def test_replaced_parameters_are_let_go_of() -> None:
     optimized, x = recomputing(network()), torch.randn(ROWS, WIDTH)
     replaced = []
@@ -325,6 +328,7 @@ def test_replaced_parameters_are_let_go_of() -> None:
     assert not [parameter for parameter in replaced if parameter() is not None]
 
 
+@pytest.mark.slow
 def test_numbers_that_change_from_call_to_call_are_warned_of() -> None:
     class Scaled(Extras):
         def forward(self, x: Tensor, factor: float) -> Tensor:  # type: ignore[override]
@@ -374,6 +378,7 @@ def test_a_model_that_looks_at_values_is_not_said_to_refuse_its_arguments(kind: 
         fxmem.optimize(Looking(), torch.randn(4, WIDTH), optimizer=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
 )
@@ -385,6 +390,7 @@ def test_the_floor_is_that_of_a_training_call_wherever_it_is_asked_for(context: 
         assert optimized.report.floor_bytes == expected
 
 
+@pytest.mark.slow
 def test_the_floor_of_a_call_in_an_autocast_region_is_that_of_a_budget_too_small() -> None:
     def call(budget: int) -> fxmem.OptimizedModule:
         optimized = fxmem.optimize(network(), budget=budget, optimizer=None, planner="chen")
@@ -481,6 +487,7 @@ def test_plain_tensors_in_place_of_parameters_are_refused_with_what_to_do() -> N
         torch.func.functional_call(optimized, plain, (torch.randn(ROWS, WIDTH),))
 
 
+@pytest.mark.slow
 def test_a_gradient_of_an_earlier_shape_is_refused_with_what_to_do() -> None:
     model, x = network(), torch.randn(ROWS, WIDTH)
     optimized = fxmem.optimize(model, optimizer=None)
@@ -522,6 +529,7 @@ def test_batched_gradients_are_eagers() -> None:
     assert all(map(torch.equal, batched(model), batched(optimized)))
 
 
+@pytest.mark.slow
 def test_threads_may_plan_at_the_same_time() -> None:
     x, failed = torch.randn(ROWS, WIDTH), []
 

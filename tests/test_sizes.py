@@ -25,6 +25,7 @@ from fxmem.profiling.profile import profile
 from fxmem.profiling.roofline import PRESETS
 from tests.exactness import differences, run
 from tests.synthetic import chain, hourglass, residual_blocks
+from tests.tiers import representatives
 
 WIDTH = 16
 
@@ -124,6 +125,7 @@ def budget_for(length: int, share: float) -> int:
     return round(report.floor_bytes + share * (report.eager_peak_bytes - report.floor_bytes))
 
 
+@pytest.mark.slow
 def test_texts_of_many_lengths_are_planned_for_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = budget_for(64, 0.4)
     plannings = Plannings(monkeypatch)
@@ -142,6 +144,7 @@ def test_texts_of_many_lengths_are_planned_for_few_times(monkeypatch: pytest.Mon
     assert names[-1] == "keep_all"  # fits as it is
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_looked_for_with_plans_made_for_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     plannings = Plannings(monkeypatch)
     estimate = fxmem.estimate(Texts(), texts(64), planner="mincut", optimizer=None)
@@ -158,6 +161,7 @@ def test_the_largest_batch_is_looked_for_with_plans_made_for_smaller_ones(monkey
     assert plannings.count < len(sizes)  # those that an earlier plan fits are not planned for; the example was
 
 
+@pytest.mark.slow
 def test_sizes_in_an_autocast_region_with_dropout() -> None:
     def network() -> nn.Sequential:
         torch.manual_seed(0)
@@ -182,6 +186,7 @@ def test_sizes_in_an_autocast_region_with_dropout() -> None:
     assert planners[1:] == ["earlier size"] * 2
 
 
+@pytest.mark.slow
 def test_a_report_of_a_plan_taken_over_plans_when_its_floor_is_asked_for_only(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = budget_for(64, 0.4)
     plannings = Plannings(monkeypatch)
@@ -196,7 +201,7 @@ def test_a_report_of_a_plan_taken_over_plans_when_its_floor_is_asked_for_only(mo
     assert plannings.count == count + 1
 
 
-@pytest.mark.parametrize("action", ["save", "recompute"])
+@pytest.mark.parametrize("action", representatives(["save", "recompute"], "save", quick=["recompute"]))
 def test_a_policy_holds_for_plans_taken_over(action: Any) -> None:
     budget = budget_for(64, 0.7)
     optimized = fxmem.optimize(
@@ -210,6 +215,7 @@ def test_a_policy_holds_for_plans_taken_over(action: Any) -> None:
     assert decisions == {"keep" if action == "save" else "drop"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.4, 2.0])
 def test_no_batch_is_held_once_its_step_is_over(share: float) -> None:
     optimized = fxmem.optimize(Texts(), budget=budget_for(64, share), planner="mincut", optimizer=None)
@@ -223,6 +229,7 @@ def test_no_batch_is_held_once_its_step_is_over(share: float) -> None:
         assert held() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
     optimized = fxmem.optimize(Texts(), planner="mincut", optimizer=None)
@@ -237,6 +244,7 @@ def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
         (gc.enable if before else gc.disable)()
 
 
+@pytest.mark.slow
 def test_times_of_another_size_are_scaled_as_measured_ones_were() -> None:
     model, timer = Texts().train(), PRESETS["cpu"].seconds
     small, large = (Inputs.of((texts(length),), {}) for length in (16, 32))

@@ -15,7 +15,8 @@ from tests import zoo
 from tests.exactness import same_bits
 
 MODELS = ("resnet50", "smp_unet_resnet34", "densenet121", "gpt2_6l", "bert", "vit")
-SHARES = (0.75, 0.5, 0.35)
+SHARES = (0.75, 0.5, 0.35, 0.0)
+"""Of the way from the least peak to eager's, where the budgets lie."""
 
 
 def step_of(
@@ -54,15 +55,28 @@ class _Watched:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("kept_plans")
+@pytest.mark.parametrize("name", ["resnet50", "smp_unet_resnet34", "gpt2_6l"])
+def test_a_real_model_trains_at_its_least_and_a_middle_budget_with_eager_bits(name: str) -> None:
+    check_budgets(name, (0.5, 0.0))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("kept_plans")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_real_model_trains_inside_its_budget_with_eager_bits(name: str) -> None:
+    check_budgets(name, SHARES)
+
+
+def check_budgets(name: str, shares: tuple[float, ...]) -> None:
+    """Train a step of a model of the zoo at each budget: bits, predicted peak, budget."""
     entry = zoo.get(name)
     torch.manual_seed(0)
     eager = entry.build().train()
     batch = entry.batch(entry.default_batch)
     floor_bytes, eager_bytes = _range(copy.deepcopy(eager), entry, batch)
-    for share in SHARES:
+    for share in shares:
         reference, model = copy.deepcopy(eager), copy.deepcopy(eager)
         budget = floor_bytes + int(share * (eager_bytes - floor_bytes))
         optimized = fxmem.optimize(model, *batch, budget=budget, optimizer="sgd", loss_fn=entry.loss)
@@ -126,6 +140,7 @@ def test_a_unet_whose_input_needs_no_grad_trains_with_equal_gradients() -> None:
         assert same_bits(theirs.grad, ours.grad)
 
 
+@pytest.mark.slow
 def test_twenty_steps_of_adamw_follow_the_eager_loss_curve_bit_for_bit() -> None:
     entry = zoo.get("gpt2_2l")
     curves = []
@@ -219,6 +234,7 @@ def test_without_grad_the_original_forward_runs() -> None:
         _ = optimized.plan
 
 
+@pytest.mark.slow
 def test_a_new_batch_size_gets_its_own_plan() -> None:
     optimized = fxmem.optimize(Small(), torch.randn(4, 8))
     small = optimized.report.predicted_peak_bytes
@@ -226,6 +242,7 @@ def test_a_new_batch_size_gets_its_own_plan() -> None:
     assert optimized.report.predicted_peak_bytes > small
 
 
+@pytest.mark.slow
 def test_a_new_batch_size_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
     x = torch.randn(4, 8)
     budget = fxmem.optimize(Small(), x, optimizer=None).report.predicted_peak_bytes * 2
@@ -238,6 +255,7 @@ def test_a_new_batch_size_that_does_not_fit_is_refused_with_the_largest_that_doe
         optimized(torch.randn(largest + 1, 8))
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_train_on_their_own() -> None:
     optimized = fxmem.optimize(Small(), torch.randn(4, 8))
     stream = io.BytesIO()
@@ -252,6 +270,7 @@ def test_copies_and_pickles_train_on_their_own() -> None:
         assert optimized.first.weight.grad is None
 
 
+@pytest.mark.slow
 def test_the_emitted_graph_is_lint_clean_and_says_what_it_drops() -> None:
     x = torch.randn(64, 8)
     least = fxmem.optimize(Small(), x, optimizer=None).report.floor_bytes
@@ -274,6 +293,7 @@ def test_an_fx_graph_module_is_optimized_as_any_module() -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_unreachable_budget_is_refused_with_the_least_peak_and_what_holds_it() -> None:
     with pytest.raises(fxmem.InfeasibleBudgetError, match="Raise the budget to") as caught:
         fxmem.optimize(Small(), torch.randn(64, 8), budget=1000)

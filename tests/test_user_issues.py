@@ -21,6 +21,7 @@ from fxmem.api.module import OptimizedModule
 from fxmem.planners.simulate import drop_all
 from fxmem.profiling.training_step import run_step
 from tests.exactness import check, on_the_way, same_bits, tightest
+from tests.tiers import diagonal, representatives
 
 WIDTH = 16
 HARD = (drop_all, on_the_way, tightest)
@@ -70,10 +71,12 @@ def assert_same_gradients(a: nn.Module, b: nn.Module) -> None:
 # -- never fresh randomness under recompute ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pytorch_190758_dropout_masks_are_those_of_the_forward() -> None:
     check(stack(*[lambda: Layer(dropout=0.4)] * 4), batch(), plans=HARD)
 
 
+@pytest.mark.slow
 def test_pytorch_190717_gradient_is_zero_exactly_where_the_mask_is() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     x = batch()
@@ -88,6 +91,7 @@ def test_pytorch_190717_gradient_is_zero_exactly_where_the_mask_is() -> None:
     assert torch.allclose(model[0].bias.grad, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_olmo_core_828_the_loss_of_a_model_with_dropout_is_eagers() -> None:
     eager, model = twins(stack(*[lambda: Layer(nn.LayerNorm, dropout=0.1)] * 4))
     x = batch()
@@ -125,6 +129,7 @@ def test_torch_compile_memory_budget_draws_another_dropout_mask_in_backward() ->
 # -- BatchNorm statistics once -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pytorch_96136_batchnorm_statistics_are_updated_once() -> None:
     eager, model = twins(stack(*[lambda: Layer(nn.BatchNorm1d)] * 3))
     x = batch()
@@ -143,6 +148,7 @@ def test_pytorch_96136_torch_checkpoint_updates_them_twice() -> None:
     assert int(layer.norm.num_batches_tracked) == 2
 
 
+@pytest.mark.slow
 def test_pytorch_62471_batchnorm_in_a_convolutional_network() -> None:
     def build() -> nn.Module:
         return nn.Sequential(
@@ -152,8 +158,10 @@ def test_pytorch_62471_batchnorm_in_a_convolutional_network() -> None:
     check(build, batch(2, 2, 6, 6), plans=HARD)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("norm", "dtype"), diagonal([nn.BatchNorm1d, nn.LayerNorm], [torch.float32, torch.float64, torch.bfloat16])
+)
 def test_fairscale_1035_state_dict_after_a_step_is_the_same(norm: type[nn.Module], dtype: torch.dtype) -> None:
     eager, model = twins(lambda: stack(*[lambda: Layer(norm)] * 2)().to(dtype))
     x = batch().to(dtype)
@@ -179,6 +187,7 @@ def test_pfn_extras_117_statistics_of_a_shared_batchnorm_are_updated_once_a_use(
     check(Shared, batch(), plans=HARD)
 
 
+@pytest.mark.slow
 def test_efficient_densenet_73_momentum_needs_no_correction() -> None:
     class Dense(nn.Module):
         def __init__(self) -> None:
@@ -230,10 +239,12 @@ def test_pytorch_6884_no_input_that_requires_grad() -> None:
     check(stack(*[Layer] * 3), batch(), plans=HARD)
 
 
+@pytest.mark.slow
 def test_pytorch_7617_inputs_that_are_integers() -> None:
     check(FrozenEmbedding, _ids(), plans=HARD)
 
 
+@pytest.mark.slow
 def test_peft_137_every_adapter_gets_its_gradient() -> None:
     model = FrozenEmbedding()
     optimized = least(model, _ids())
@@ -242,6 +253,7 @@ def test_peft_137_every_adapter_gets_its_gradient() -> None:
     assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.slow
 def test_transformers_42489_adapters_put_on_after_planning_are_planned_anew() -> None:
     eager, model = twins(stack(*[Layer] * 3))
     x = batch()
@@ -351,6 +363,7 @@ class PartlyUsed(nn.Module):
         return self.used(x)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     ("issue", "build", "unused"),
@@ -390,6 +403,7 @@ class SharedInRegions(nn.Module):
         return x.float()
 
 
+@pytest.mark.slow
 def test_a_region_casts_a_shared_weight_once_as_eager_does() -> None:
     # Gradients of all uses in a region add up in bfloat16.
     for requires_grad in (False, True):  # whether the use that casts the weight saves it, or only later ones do
@@ -408,11 +422,13 @@ class Recurrent(nn.Module):
         return cast(Tensor, self.rnn(self.embed(x).sin())[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_an_op_that_reads_a_weight_many_times_casts_it_once(num_steps: int) -> None:
     check(Recurrent, torch.randn(4, num_steps, 8), autocast=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_the_first_call_may_be_inside_a_region_with_casts_at_hand() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -434,10 +450,12 @@ def test_the_first_call_may_be_inside_a_region_with_casts_at_hand() -> None:
     assert all(same_bits(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_pytorch_141896_recompute_runs_under_the_forwards_autocast() -> None:
     check(stack(*[lambda: Layer(nn.LayerNorm, 0.1)] * 3), batch(), plans=HARD, autocast=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_pytorch_148831_backward_inside_and_outside_the_region_agree() -> None:
     found = []
     for inside in (True, False):
@@ -487,6 +505,7 @@ class Attending(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_attention_keeps_the_backend_the_model_chooses() -> None:
     checked = check(lambda: Attending(inside=True), torch.randn(2, 2, 8, 16))
     (output,) = checked.captured.graph_module(torch.randn(2, 2, 8, 16))
@@ -503,7 +522,8 @@ def _autograd_nodes(output: Tensor) -> set[Any]:
     return nodes
 
 
-@pytest.mark.parametrize("around", ["forward", "backward", "step", "nothing"])
+@pytest.mark.slow
+@pytest.mark.parametrize("around", representatives(["forward", "backward", "step", "nothing"], "forward", "backward"))
 def test_a_rerun_has_the_backends_of_its_forward(around: str) -> None:
     def backends(*places: str) -> Any:
         return sdpa_kernel(SDPBackend.MATH) if around in places else nullcontext()
@@ -597,6 +617,7 @@ def view_of_a_parameter(model: Any, x: Tensor) -> Tensor:
 AROUND = [without_grad_inside, without_cache, two_dtypes, twice_in_one_op, view_of_a_parameter]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND)
 def test_regions_inside_a_model_are_as_in_eager(around: Any) -> None:
     check(lambda: Shared(around), torch.randn(4, 8))
@@ -631,6 +652,7 @@ def region_switched_off(model: nn.Module, x: Tensor) -> None:
         model(x).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("around", "step"),
     [(plain, backward_between_forwards), (plain, another_size_in_one_region), (two_regions, region_switched_off)],
@@ -679,6 +701,7 @@ class Choosing(nn.Module):
             return self.layer(x)
 
 
+@pytest.mark.slow
 def test_attention_that_other_code_calls_keeps_its_backend() -> None:
     check(Choosing, torch.randn(2, 12, 16))
 
@@ -691,6 +714,7 @@ def by_size(model: Any, x: Tensor) -> Tensor:
     return cast(Tensor, y if x.shape[0] % 2 else y.mul_(2))
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_size_takes_its_own_branch() -> None:
     eager, model = twins(lambda: Shared(by_size))
     optimized = fxmem.optimize(model)
@@ -705,6 +729,7 @@ def test_a_batch_of_another_size_takes_its_own_branch() -> None:
     assert small.max_batch_size(large.floor_bytes, recompute=True) == 9
 
 
+@pytest.mark.slow
 def test_planning_does_not_care_where_it_is_called() -> None:
     eager, model = twins(lambda: Shared(plain))
     x = torch.randn(4, 8)
@@ -727,6 +752,7 @@ def test_planning_does_not_care_where_it_is_called() -> None:
     assert_same_gradients(eager, model)
 
 
+@pytest.mark.slow
 def test_a_region_without_a_dtype_has_the_one_there_is() -> None:
     eager, model = twins(lambda: Shared(lambda shared, x: _in_default_region(shared.first, x)))
     optimized, x = fxmem.optimize(model), torch.randn(4, 8)
@@ -740,6 +766,7 @@ def _in_default_region(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x)
 
 
+@pytest.mark.slow
 def test_tensors_made_in_forward_follow_the_default_dtype() -> None:
     class Making(nn.Module):
         def __init__(self) -> None:
@@ -761,6 +788,7 @@ def test_tensors_made_in_forward_follow_the_default_dtype() -> None:
 # -- graphs that train() and eval(), models that tracers refuse --------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pytorch_151726_train_and_eval_switch() -> None:
     eager, model = twins(stack(*[lambda: Layer(nn.BatchNorm1d, 0.5)] * 2))
     x = batch()
@@ -811,6 +839,7 @@ def test_transformers_35622_loops_over_shapes() -> None:
     check(Shapes, batch(16, WIDTH), plans=HARD)
 
 
+@pytest.mark.slow
 def test_pytorch_70485_another_keyword_makes_another_graph() -> None:
     eager, model = twins(Shapes)
     x = batch()
@@ -836,6 +865,7 @@ def test_the_buffer_a_loss_is_reduced_in_is_counted(loss: Callable[..., Tensor],
     check(lambda: Shared(around), torch.randn(64, 8))
 
 
+@pytest.mark.slow
 def test_caches_that_causal_models_return_are_looked_into() -> None:
     transformers = import_library("transformers")
     config = transformers.GPT2Config(
@@ -899,6 +929,7 @@ def test_a_group_norm_over_what_attention_over_pixels_leaves(batch: int) -> None
     check(Middle, torch.randn(batch, 3, 8, 8), plans=HARD)
 
 
+@pytest.mark.slow
 def test_a_spectral_norm_before_two_forwards_and_one_backward() -> None:
     # The step of a discriminator. Each forward writes the buffers that the weight of the one before was made of.
     def build() -> nn.Module:
@@ -922,8 +953,8 @@ def test_a_spectral_norm_before_two_forwards_and_one_backward() -> None:
         assert all(map(same_bits, eager, ours))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam])
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "width"), diagonal([torch.optim.SGD, torch.optim.SparseAdam], [1, 4]))
 def test_sparse_gradients_of_a_table_that_is_read_twice(optimizer: Any, width: int) -> None:
     class Ratings(nn.Module):
         def __init__(self) -> None:

@@ -43,6 +43,7 @@ def test_each_way_is_eagers(mask: Tensor) -> None:
     assert [read.seen for read in checked.captured.reads] == [mask.all().item()]
 
 
+@pytest.mark.slow
 def test_an_optimized_model_goes_the_way_its_inputs_say() -> None:
     torch.manual_seed(0)
     eager = Masked()
@@ -56,6 +57,7 @@ def test_an_optimized_model_goes_the_way_its_inputs_say() -> None:
     assert sorted(optimized.fxmem.plans.ways) == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_other_sizes_of_one_way_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     optimized = fxmem.optimize(Masked(), planner="chen")
     captures = []
@@ -66,6 +68,7 @@ def test_other_sizes_of_one_way_share_a_graph(monkeypatch: pytest.MonkeyPatch) -
     assert len(captures) == 2  # one for the first size, one that serves all
 
 
+@pytest.mark.slow
 def test_a_model_that_goes_many_ways_is_warned_of() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -87,6 +90,7 @@ def test_a_model_that_goes_many_ways_is_warned_of() -> None:
     assert warned[0].filename == __file__  # where the model is called
 
 
+@pytest.mark.slow
 def test_a_value_written_over_is_not_known() -> None:
     class Overwritten(Masked):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -117,6 +121,7 @@ def twice_inverted(mask: Tensor) -> Tensor:
     return (~(~mask.bool())).long()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [shifted, squared, twice_inverted])
 def test_values_written_in_place_are_followed(changed: Callable[[Tensor], Tensor]) -> None:
     class Changed(Masked):
@@ -139,6 +144,7 @@ def test_a_random_mask_is_not_known() -> None:
         fxmem.optimize(Random(), (torch.randn(4, WIDTH), masks(4)[0]))
 
 
+@pytest.mark.slow
 def test_without_values_the_models_own_general_way_is_captured() -> None:
     entry = zoo.get("t5")
     model, (args, kwargs) = entry.build().train(), entry.batch(entry.default_batch)
@@ -149,6 +155,7 @@ def test_without_values_the_models_own_general_way_is_captured() -> None:
     assert seen.peak_bytes < unseen.peak_bytes  # the mask is there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2_2l", "mixtral"])
 def test_causal_language_models_keep_the_kernel_they_have_in_eager(name: str) -> None:
     entry = zoo.get(name)

@@ -202,6 +202,8 @@ _TRUER: dict[Any, Callable[[Any, Any], Any]] = {
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
+    aten.reflection_pad2d.default: _padded,  # until torch 2.11
+    aten.replication_pad2d.default: _padded,  # likewise
     aten.reflection_pad3d.default: _padded,
     aten.replication_pad3d.default: _padded,
     aten.reflection_pad2d_backward.default: _padding_backward,
