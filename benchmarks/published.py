@@ -15,21 +15,25 @@ ColossalAI's automatic checkpointing (its documentation of the rotor solver).
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from benchmarks.libraries import import_torchvision
 from benchmarks.losses import cross_entropy
-from benchmarks.models import deep_resnet
+from benchmarks.published_models import (
+    CheckmateFCN8,
+    CheckmateSegNet,
+    CheckmateUNet,
+    MonetUNet,
+    from_torchvision,
+    mobilenet_v1,
+    resnet1000,
+)
 from benchmarks.results_file import RESULTS, machine
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
@@ -47,158 +51,6 @@ GIB_IN_GB = 2**30 / 10**9
 PATH = RESULTS / "published.json"
 BOUND_SECONDS = 20.0
 """For the lower bound at one point."""
-
-
-# -- models that torchvision lacks -------------------------------------------------------------------------------------
-
-
-def _conv(num_in: int, num_out: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    conv = nn.Conv2d(num_in, num_out, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return [conv, nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)]
-
-
-def mobilenet_v1() -> nn.Module:
-    """Return MobileNet (Howard et al. 2017, table 1), width 1."""
-    plan = [(64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2), (1024, 1)]
-    layers, width = _conv(3, 32, stride=2), 32
-    for num_out, stride in plan:
-        layers += [*_conv(width, width, stride=stride, groups=width), *_conv(width, num_out, kernel=1)]
-        width = num_out
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000))
-
-
-VGG16_WIDTHS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-CITYSCAPES_CLASSES = 19
-
-
-def _vgg_stages(num_stages: int) -> nn.ModuleList:
-    """The first stages of VGG-16, without BatchNorm and each with its pooling."""
-    stages, width = nn.ModuleList(), 3
-    for widths in VGG16_WIDTHS[:num_stages]:
-        layers: list[nn.Module] = []
-        for num_out in widths:
-            layers += [nn.Conv2d(width, num_out, 3, padding=1), nn.ReLU(inplace=True)]
-            width = num_out
-        stages.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
-    return stages
-
-
-def _conv_norm(num_in: int, num_out: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(num_in, num_out, 3, padding=1), nn.BatchNorm2d(num_out))
-
-
-def _up(x: Tensor) -> Tensor:
-    return F.interpolate(x, scale_factor=2)
-
-
-class CheckmateUNet(nn.Module):
-    """Checkmate's U-Net, ``vgg_unet`` of keras_segmentation: four stages of VGG-16 down, scores at half the resolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = _vgg_stages(4)
-        sizes = ((512, 512), (512 + 256, 256), (256 + 128, 128), (128 + 64, 64))
-        self.up = nn.ModuleList(_conv_norm(*size) for size in sizes)
-        self.head = nn.Conv2d(64, CITYSCAPES_CLASSES, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for stage in self.stages:
-            x = stage(x)
-            skips.append(x)
-        x = self.up[0](skips.pop())
-        for conv in self.up[1:]:
-            x = conv(torch.cat((_up(x), skips.pop()), 1))
-        return self.head(x)
-
-
-class CheckmateFCN8(nn.Module):
-    """Checkmate's FCN8, ``fcn_8_vgg`` of keras_segmentation: VGG-16, two 4096-wide convolutions, scores of three stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages, classes = _vgg_stages(5), CITYSCAPES_CLASSES
-        self.classifier = nn.Sequential(
-            *(nn.Conv2d(512, 4096, 7, padding=3), nn.ReLU(inplace=True), nn.Dropout()),
-            *(nn.Conv2d(4096, 4096, 1), nn.ReLU(inplace=True), nn.Dropout()),
-            nn.Conv2d(4096, classes, 1),
-        )
-        self.score3, self.score4 = nn.Conv2d(256, classes, 1), nn.Conv2d(512, classes, 1)
-        self.up5 = nn.ConvTranspose2d(classes, classes, 4, 2, bias=False)
-        self.up4 = nn.ConvTranspose2d(classes, classes, 4, 2, bias=False)
-        self.up3 = nn.ConvTranspose2d(classes, classes, 16, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pooled = []
-        for stage in self.stages:
-            x = stage(x)
-            pooled.append(x)
-        score4, score3 = self.score4(pooled[3]), self.score3(pooled[2])
-        score4 = score4 + _cropped(self.up5(self.classifier(x)), score4)
-        return self.up3(score3 + _cropped(self.up4(score4), score3))
-
-
-def _cropped(x: Tensor, like: Tensor) -> Tensor:
-    return x[..., : like.shape[-2], : like.shape[-1]]
-
-
-class CheckmateSegNet(nn.Module):
-    """Checkmate's SegNet, ``segnet`` of keras_segmentation: four convolutions down, four up, scores at half size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        down, up = (3, 64, 128, 256, 256), (256, 512, 256, 128, 64)
-        self.down = nn.ModuleList(_conv_norm(*size) for size in itertools.pairwise(down))
-        self.up = nn.ModuleList(_conv_norm(*size) for size in itertools.pairwise(up))
-        self.head = nn.Conv2d(64, CITYSCAPES_CLASSES, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for conv in self.down:
-            x = F.max_pool2d(F.relu(conv(x), inplace=True), 2)
-        x = self.up[0](x)
-        for conv in self.up[1:]:
-            x = conv(_up(x))
-        return self.head(x)
-
-
-class MonetUNet(nn.Module):
-    """MONeT's U-Net: milesial's with halved bottleneck, enlarged by adaptive average pooling, one class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = (64, 128, 256, 512, 512)
-        self.down = nn.ModuleList(_double_conv(a, b, b) for a, b in itertools.pairwise((3, *widths)))
-        sizes = ((1024, 512, 256), (512, 256, 128), (256, 128, 64), (128, 64, 64))
-        self.up = nn.ModuleList(_double_conv(*size) for size in sizes)
-        self.head = nn.Conv2d(64, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = [self.down[0](x)]
-        for stage in self.down[1:]:
-            skips.append(stage(F.max_pool2d(skips[-1], 2)))
-        x = skips.pop()
-        for stage in self.up:
-            skip = skips.pop()
-            x = stage(torch.cat((skip, F.adaptive_avg_pool2d(x, skip.shape[-2:])), 1))
-        return self.head(x)
-
-
-def _double_conv(num_in: int, num_mid: int, num_out: int) -> nn.Sequential:
-    layers = [
-        (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(True))
-        for a, b in ((num_in, num_mid), (num_mid, num_out))
-    ]
-    return nn.Sequential(*itertools.chain.from_iterable(layers))
-
-
-def resnet1000() -> nn.Module:
-    """A 1000-layer pre-activation ResNet for 224x224 images: 333 bottlenecks in four stages, stem and classifier."""
-    stem = nn.Sequential(*_conv(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1))
-    return deep_resnet((83, 83, 84, 83), (64, 128, 256, 512), 1000, stem)
-
-
-def _torchvision(name: str, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: import_torchvision().models.get_model(name, weights=None, **options)
 
 
 # -- one network at one batch size ----------------------------------------------------------------------------------------
@@ -326,9 +178,9 @@ def _monet(name: str, build: Callable[[], nn.Module], image: tuple[int, int] = (
 # Its figures are in GiB, as its solver's budgets are. Its eager figure is read after 100 steps with gradients left in
 # place and with cuDNN free to choose algorithms by speed, so convolution workspaces are in it.
 MONET = (
-    (_monet("resnet50", _torchvision("resnet50")), 184, 15.06, ((10.01, 0.032), (6.99, 0.073), (4.99, 0.1195)), ""),
+    (_monet("resnet50", from_torchvision("resnet50")), 184, 15.06, ((10.01, 0.032), (6.99, 0.073), (4.99, 0.1195)), ""),
     (
-        _monet("googlenet", _torchvision("googlenet", aux_logits=False, init_weights=False)),
+        _monet("googlenet", from_torchvision("googlenet", aux_logits=False, init_weights=False)),
         320,
         14.93,
         ((9.98, 0.071), (4.99, 0.158)),
@@ -342,14 +194,14 @@ MONET = (
         "theirs also chooses convolution kernels, ours keeps eager's",
     ),
     (
-        _monet("mobilenet_v2", _torchvision("mobilenet_v2")),
+        _monet("mobilenet_v2", from_torchvision("mobilenet_v2")),
         272,
         14.46,
         ((10.02, 0.024), (7.01, 0.0553), (5.01, 0.087)),
         "relu6_ of today's torch saves a copy of its input, a third of eager's bytes, which fxmem spares",
     ),
     (
-        _monet("vgg16", _torchvision("vgg16")),
+        _monet("vgg16", from_torchvision("vgg16")),
         176,
         14.12,
         ((9.71, -0.053), (6.82, 0.0199), (5.51, 0.091)),
@@ -360,18 +212,18 @@ MONET = (
 # only (an activation inside a convolution's layer, and all else a kernel or a backward holds, costs nothing), no more than
 # one forward pass again (github.com/parasj/checkmate, branch mlsys20_artifact; models of keras_segmentation at 416x608).
 CHECKMATE = (
-    (Network("vgg19", _torchvision("vgg19")), 289),
+    (Network("vgg19", from_torchvision("vgg19")), 289),
     (Network("unet", CheckmateUNet, (416, 608)), 57),
     (Network("fcn8", CheckmateFCN8, (416, 608)), 60),
     (Network("segnet", CheckmateSegNet, (416, 608)), 62),
-    (Network("resnet50", _torchvision("resnet50")), 193),
+    (Network("resnet50", from_torchvision("resnet50")), 193),
     (Network("mobilenet", mobilenet_v1), 1105),
 )
 OTHERS = (
     ("Chen 2016", Network("resnet1000", resnet1000, plan_seconds=120.0), 32, 48.0, 7.0, 0.30, "batch is our guess"),
     (
         "memonger",
-        Network("resnet152", _torchvision("resnet152")),
+        Network("resnet152", from_torchvision("resnet152")),
         16,
         5459 / 1024 * GIB_IN_GB,
         2455 / 1024 * GIB_IN_GB,
@@ -380,7 +232,7 @@ OTHERS = (
     ),
     (
         "ColossalAI",
-        Network("resnet18", _torchvision("resnet18"), card="a100"),
+        Network("resnet18", from_torchvision("resnet18"), card="a100"),
         128,
         2818.7 / 1024 * GIB_IN_GB,
         1838.2 / 1024 * GIB_IN_GB,
