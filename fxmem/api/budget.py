@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fxmem.capture.graph import device_of
 from fxmem.errors import BudgetError
 from fxmem.profiling.caching_allocator import cublas_workspace_bytes
 from fxmem.profiling.storage_tracker import tensors_of
@@ -33,7 +34,7 @@ def parse_budget(
         return parse_gigabytes(budget_gb)
     if budget is not None:
         return parse_bytes(budget)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     if device.type == "cuda" and torch.cuda.is_available():
         return _free_bytes(device, (model, *others))
     return None

@@ -10,7 +10,6 @@ names. Any other object counts by identity alone; global variables do not count.
 from __future__ import annotations
 
 import types
-from collections import deque
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
@@ -23,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxmem.capture.graph import Inputs
+from fxmem.fake.python_state import CONTAINERS
 
 CONSTANTS = frozenset({bool, int, float, str, type(None)})
 VALUES: tuple[type, ...] = (
@@ -32,8 +32,6 @@ VALUES: tuple[type, ...] = (
 """Classes whose objects count by value."""
 NAMED = (types.FunctionType, types.BuiltinFunctionType, type, torch.Tensor)
 """Classes whose objects a record may hold, too; they count by identity, tensors by version too."""
-CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-"""Classes whose objects' elements count too."""
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 
 

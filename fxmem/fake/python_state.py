@@ -18,7 +18,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 """Types of values that are compared as values."""
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+"""Classes whose objects are looked into."""
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -116,21 +118,12 @@ class PythonState:
             self.hidden[id(value)] = value
         elif isinstance(value, torch.Tensor):
             self.tensors.setdefault(id(value), (place, value))
-        elif isinstance(value, tuple | frozenset):
-            for element in value:
-                self._walk(element, place)
-        elif isinstance(value, dict | list | set | deque):
-            if self._add(value, place):
-                for element in value.values() if isinstance(value, dict) else value:
-                    self._walk(element, place)
-        elif isinstance(value, staticmethod | classmethod):
-            self._walk(value.__func__, place)
-        elif isinstance(value, functools.partial):
-            self._walk((value.func, value.args, value.keywords), place)
-        elif isinstance(value, types.MethodType):
-            self._walk((value.__func__, value.__self__), place)
         elif isinstance(value, types.FunctionType):
             self._walk_function(value, place)
+        elif (elements := elements_of(value)) is not None:
+            if not isinstance(value, dict | list | set | deque) or self._add(value, place):
+                for element in elements:
+                    self._walk(element, place)
         elif _of_user(type(value)) and hasattr(value, "__dict__") and self._add(value, place):
             for name, element in (*vars(value).items(), *vars(type(value)).items()):
                 self._walk(element, Place(type(value).__name__, name))
@@ -244,6 +237,21 @@ def _copy_of_small(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.detach().clone() if tensor.numel() * tensor.element_size() <= MOST_COPIED_BYTES else None
 
 
+def elements_of(value: Any) -> Iterable[Any] | None:
+    """Return what a container or a wrapper of a callable holds; None of any other object."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, CONTAINERS):
+        return iter(value)  # a length it may not have
+    if isinstance(value, staticmethod | classmethod):
+        return (value.__func__,)
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, types.MethodType):
+        return (value.__func__, value.__self__)
+    return None
+
+
 def modules_held(value: Any) -> Iterator[torch.nn.Module]:
     """Yield the modules that the calls of a GraphModule hold beside its own: in arguments and closures of opaque ones."""
     if not isinstance(value, torch.fx.GraphModule):
@@ -257,22 +265,14 @@ def modules_held(value: Any) -> Iterator[torch.nn.Module]:
         seen.add(id(held))
         if isinstance(held, torch.nn.Module):
             yield held
-        elif isinstance(held, dict):
-            stack += held.values()
-        elif isinstance(held, list | tuple | set | frozenset | deque):
-            stack += held
-        elif isinstance(held, functools.partial):
-            stack += (held.func, held.args, held.keywords)
-        elif isinstance(held, types.MethodType):
-            stack += (held.__func__, held.__self__)
+        elif (elements := elements_of(held)) is not None:
+            stack += elements
         elif isinstance(held, types.FunctionType):
             stack += (held.__defaults__, *(_contents(cell) for cell in held.__closure__ or ()))
             if _is_user_module(held.__module__):
                 stack += [held.__globals__.get(name) for name in _global_names(held.__code__)]
         elif isinstance(held, type):
             stack += vars(held).values() if _of_user(held) else ()
-        elif isinstance(held, staticmethod | classmethod):
-            stack.append(held.__func__)
         elif not isinstance(held, types.ModuleType):
             slots = [name for kind in type(held).__mro__ for name in getattr(kind, "__slots__", ())]
             stack += [type(held), *getattr(held, "__dict__", {}).values()]
