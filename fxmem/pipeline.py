@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxmem.capture.export import as_in_training, capture
+from fxmem.capture.export import capture
 from fxmem.capture.graph import Captured
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import FrontierPoint, GraphProfile, Plan, Timeline, Verification
@@ -40,6 +40,7 @@ from fxmem.progress import stage
 from fxmem.report.peak import place_of
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
+from fxmem.torch_patches import as_in_training
 
 __all__ = ["CompileContext", "Compiled", "Settings", "compile_model"]
 

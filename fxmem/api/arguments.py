@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.errors import InputError
@@ -25,6 +24,7 @@ from fxmem.profiling.op_benchmark import may_measure
 from fxmem.profiling.roofline import COSTS, preset_of
 from fxmem.profiling.training_step import LossFn, OptimizerLike, TrainingStep
 from fxmem.runtime.autocast import Autocast
+from fxmem.torch_private import FakeTensor, is_traceable_wrapper
 
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
@@ -186,7 +186,9 @@ def check_alone(model: torch.nn.Module) -> None:
             raise InputError(
                 f"{place} is wrapped in {wrapper}, whose work goes on around the forward; {_WRAPPERS[wrapper]}"
             )
-        if type(module).__module__ == "torch._dynamo.eval_frame" or module._compiled_call_impl is not None:
+        if (
+            wrapper == "OptimizedModule" and type(module).__module__.startswith("torch.")
+        ) or module._compiled_call_impl is not None:
             raise InputError(
                 f"{place} is compiled by torch.compile, whose kernels round otherwise than those of eager PyTorch, which "
                 "an optimized model runs; optimize the module as it was before it was compiled"
@@ -197,7 +199,7 @@ def check_alone(model: torch.nn.Module) -> None:
                 f"know of each other; put {place}.fxmem.original in its place, or optimize the parts only"
             )
     for name, parameter in model.named_parameters():
-        if is_traceable_wrapper_subclass(parameter):
+        if is_traceable_wrapper(parameter):
             raise InputError(
                 f"the parameter {name} is a {type(parameter).__name__}, which other tensors make up; gathering or "
                 "converting them is no part of the model's graph. With fully_shard, optimize each module first and shard "
@@ -236,5 +238,5 @@ def _check_trainable(model: torch.nn.Module) -> None:
 
 def without_measuring(settings: Settings, model: torch.nn.Module) -> Settings:
     """Return ``settings`` without measured times where the model has no real tensors: nothing is to be run for it."""
-    ghosts = (p.is_meta or isinstance(p, torch._subclasses.FakeTensor) for p in model.parameters())
+    ghosts = (p.is_meta or isinstance(p, FakeTensor) for p in model.parameters())
     return replace(settings, measure=False) if any(ghosts) else settings

@@ -13,6 +13,7 @@ from fxmem.capture.graph import device_of
 from fxmem.errors import BudgetError
 from fxmem.profiling.caching_allocator import cublas_workspace_bytes
 from fxmem.profiling.storage_tracker import tensors_of
+from fxmem.torch_private import storage_key
 
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{infix}b": base**power
@@ -43,7 +44,7 @@ def parse_budget(
 def _free_bytes(device: torch.device, holders: Any) -> int:
     """Return what a step with the tensors of ``holders`` may take on a CUDA device: all that is free there or held by
     PyTorch's allocator, but for other tensors and the two workspaces of cuBLAS."""
-    own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(holders) if t.device == device}
+    own = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(holders) if t.device == device}
     foreign_bytes = max(0, torch.cuda.memory_allocated(device) - sum(own.values()))
     held_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return held_bytes - foreign_bytes - 2 * cublas_workspace_bytes(torch.cuda.get_device_capability(device))

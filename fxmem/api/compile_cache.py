@@ -17,7 +17,7 @@ import torch
 
 from fxmem.capture.advice import capture_or_advise
 from fxmem.capture.dynamic_batch import largest_batch, resized, varying_dims, without_values
-from fxmem.capture.export import as_in_training, capture, fitting
+from fxmem.capture.export import capture, fitting
 from fxmem.capture.graph import Captured, Dims, Inputs
 from fxmem.capture.guards import ModelStates, arguments_of, constants_of
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
@@ -27,6 +27,7 @@ from fxmem.planners.plan_transfer import Planned
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.backend_flags import present
+from fxmem.torch_patches import as_in_training
 
 MANY_WAYS = MANY_STATES = MANY_CONSTANTS = 8
 """Of one signature, by the values of inputs, of a model, by its attributes, or of its arguments that are no tensors: here

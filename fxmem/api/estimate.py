@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any, Unpack
 
 import torch
@@ -27,7 +26,7 @@ from fxmem.api.arguments import (
 )
 from fxmem.api.budget import parse_bytes
 from fxmem.capture.dynamic_batch import batch_dims, largest_batch, resized
-from fxmem.capture.export import as_in_training, capture, fitting
+from fxmem.capture.export import capture, fitting
 from fxmem.capture.graph import Captured, Inputs
 from fxmem.errors import unit_of
 from fxmem.fake.fake_tensors import FakeWorld
@@ -40,7 +39,7 @@ from fxmem.profiling.caching_allocator import Allocation, AllocatorPeaks
 from fxmem.profiling.verify import cuda_peaks, eager_peak_bytes
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.peak import Breakdown, Place, breakdown_of, place_of
-from fxmem.torch_patches import replaced
+from fxmem.torch_patches import as_in_training, for_each_on
 
 
 @dataclass(slots=True)
@@ -59,7 +58,7 @@ class Question:
         """Stand in for parameters that have no bytes; real ones stay."""
         model = self.context.model
         meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        kernels = _for_each_on("cpu") if self.multi_tensor else nullcontext()
+        kernels = for_each_on("cpu") if self.multi_tensor else nullcontext()
         with as_in_training(), self.world.state_of(model) if meta else nullcontext(), kernels:
             yield
 
@@ -195,12 +194,3 @@ def _estimate(question: Question, on_cuda: bool) -> Estimate:
         cuda=cuda_peaks(events) if on_cuda else None,
         _question=question,
     )
-
-
-@contextmanager
-def _for_each_on(device_type: str) -> Iterator[None]:
-    """Let the body's optimizers choose multi-tensor kernels on ``device_type`` too, as they do on CUDA."""
-    optimizers: Any = import_module("torch.optim.optimizer")
-    devices = optimizers._get_foreach_kernels_supported_devices()
-    with replaced(optimizers, "_get_foreach_kernels_supported_devices", lambda: [*devices, device_type]):
-        yield

@@ -8,13 +8,14 @@ from typing import Any, Unpack
 import torch
 
 from fxmem.api.arguments import Options, check_model, example_of, region_of_step, settings_of, with_options
-from fxmem.capture.export import as_in_training, capture
+from fxmem.capture.export import capture
 from fxmem.ir import PlainData
 from fxmem.passes.context import CompileContext
 from fxmem.pipeline import frontier_of, profile_for_short_memory
 from fxmem.planners.bound import with_bounds
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.plots import plot_frontier
+from fxmem.torch_patches import as_in_training
 
 
 @dataclass(frozen=True, slots=True)

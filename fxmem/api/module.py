@@ -37,6 +37,7 @@ from fxmem.passes.context import Settings
 from fxmem.pipeline import Compiled
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
+from fxmem.torch_private import in_dual_level, in_transform, saved_tensor_hooks_allowed
 
 
 @with_options
@@ -194,17 +195,17 @@ class OptimizedModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return self._fxmem.original(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if in_transform():
             raise InputError(
                 "an optimized model cannot run inside a torch.func transform (grad, vmap, jvp, ...): these forbid the "
                 "saved-tensor hooks that recompute; apply the transform to the unoptimized model, model.fxmem.original"
             )
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not saved_tensor_hooks_allowed():
             raise InputError(
                 "an optimized model cannot run where saved-tensor hooks are disabled: they are what recomputes; run the "
                 "unoptimized model there, model.fxmem.original"
             )
-        if torch.autograd.forward_ad._current_level >= 0:
+        if in_dual_level():
             raise InputError(
                 "an optimized model has no forward-mode derivatives: run the unoptimized model, model.fxmem.original, "
                 "inside torch.autograd.forward_ad.dual_level"
@@ -280,11 +281,7 @@ class OptimizedModule(torch.nn.Module):
         return OptimizedModule.__new__, (OptimizedModule,), state
 
     def _hooks(self) -> dict[str, Any]:
-        return {
-            k: v
-            for k, v in self.__dict__.items()
-            if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
-        }
+        return {k: v for k, v in self.__dict__.items() if "_hooks" in k}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         OptimizedModule.__init__(self, state["original"], state["_settings"])

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fxmem.ir import Phase, Timeline, TimelineStep, as_plain
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.report.trace_export import MemoryEvent, write_chrome_trace, write_memory_snapshot
+from fxmem.torch_private import FakeTensor, current_backward_node
 
 
 class Measurement:
@@ -63,7 +64,7 @@ class Measurement:
     def _note_event(self, tracker: StorageTracker, kind: str, serial: int, nbytes: int) -> None:
         if nbytes == 0:
             return
-        if torch._C._current_autograd_node() is not None:
+        if current_backward_node() is not None:
             self._phase = Phase.BACKWARD
         seconds = time.perf_counter() - self._start
         self.events.append(MemoryEvent(kind, serial, nbytes, tracker.live_bytes, seconds, self._phase, self._op))
@@ -113,7 +114,5 @@ def track(*holders: Any) -> Iterator[Measurement]:
 
 def _all_tensors() -> Iterator[torch.Tensor]:
     for candidate in gc.get_objects():
-        if issubclass(type(candidate), torch.Tensor) and not isinstance(
-            candidate, torch._subclasses.fake_tensor.FakeTensor
-        ):
+        if issubclass(type(candidate), torch.Tensor) and not isinstance(candidate, FakeTensor):
             yield candidate

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from fxmem.capture.export import capture, quiet
+from fxmem.capture.export import capture
 from fxmem.capture.graph import Captured, Inputs
 from fxmem.errors import CaptureError, FxMemError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.modes import FewLooks, TooManyLooks
 from fxmem.fake.python_state import tensors_restored
 from fxmem.runtime.autocast import Autocast
+from fxmem.torch_patches import quiet
 
 MOST_PARTS = 3
 """As many are named."""

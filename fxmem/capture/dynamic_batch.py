@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxmem.capture.graph import Dims, Inputs
 from fxmem.errors import InputError
 from fxmem.fake.fake_tensors import FakeWorld
+from fxmem.torch_private import FakeTensor
 
 
 def batch_dims(inputs: Inputs) -> Dims:

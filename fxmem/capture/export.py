@@ -11,27 +11,16 @@ become opaque nodes (:mod:`fxmem.capture.opaque_calls`), and what was captured i
 from __future__ import annotations
 
 import inspect
-import logging
-import os
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.export._trace
 from torch import fx
-from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
 
+from fxmem.capture.backend_flags_noted import NOTED, noted_in_nodes
 from fxmem.capture.frozen_norms import with_frozen_norms
 from fxmem.capture.graph import Captured, Dims, Inputs, SizeGuards, source_of, with_unused_state
 from fxmem.capture.opaque_calls import Opaque, kept_whole, opaque_call
@@ -39,14 +28,14 @@ from fxmem.capture.pytrees import outputs_looked_into
 from fxmem.capture.validate import check_faithful
 from fxmem.capture.value_guards import KnownValues, Read, answered, places_of, seeing_values
 from fxmem.errors import CaptureError, InputError, chain_of, first_lines, raised_in
-from fxmem.fake.fake_tensors import FakeWorld, attributes_restored, check_device, no_value_checks
+from fxmem.fake.fake_tensors import FakeWorld, attributes_restored, check_device
 from fxmem.fake.modes import DataRead, FewLooks, MemoryLooks, TooManyLooks
 from fxmem.fake.python_state import tensors_restored
 from fxmem.progress import stage
 from fxmem.runtime.autocast import Autocast
-from fxmem.runtime.backend_flags import NOTED, noted_in_nodes
 from fxmem.runtime.scoped_ops import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
-from fxmem.torch_patches import grouped_matmuls, replaced
+from fxmem.torch_patches import compiler_says_eager, grouped_matmuls, no_value_checks, quiet, regions_left
+from fxmem.torch_private import TreeSpec, of_fakes, tree_leaves
 
 aten = torch.ops.aten
 
@@ -87,7 +76,7 @@ def capture(
 def _captured(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims) -> Captured:
     try:
         with attributes_restored(model), kept_whole(model) as opaques:
-            module, reads, conditions = _exported(model, inputs, autocast, dynamic)
+            module, out_spec, reads, conditions = _exported(model, inputs, autocast, dynamic)
     except CaptureError:
         raise
     except Exception as error:
@@ -101,13 +90,12 @@ def _captured(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
         raise CaptureError(
             f"{type(model).__name__} could not be captured by torch.export{place}: {_cause(error)}"
         ) from error
-    assert module._out_spec is not None
     graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
     guards = SizeGuards(conditions, inspect.signature(model.forward)) if dynamic else None
     if _has_places(graph_module):
         reads += tuple(places_of(inputs.leaves))
-    captured = Captured(graph_module, module._out_spec, autocast, dynamic, parameters, device, reads, guards)
+    captured = Captured(graph_module, out_spec, autocast, dynamic, parameters, device, reads, guards)
     _check_scalars(model, captured)
     _check_recurrent(model, captured)
     _check_dynamic(model, captured)
@@ -134,9 +122,6 @@ def _check_parameters(model: torch.nn.Module) -> None:
                 )
 
 
-_OF_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException, torch.jit.Error)
-
-
 def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> Exception | None:
     """Return what the model raises when it is merely run on fakes of these arguments; None where that may be fakes' fault:
     where it looked at values, which these do not have, or where an op has none for fakes."""
@@ -153,8 +138,8 @@ def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None
             memory = stack.enter_context(MemoryLooks())
             model(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
-        of_fakes = isinstance(error, _OF_FAKES) or "fake" in str(error).lower()
-        return None if memory.any or of_fakes else error
+        of_the_fakes = of_fakes(error) or isinstance(error, torch.jit.Error) or "fake" in str(error).lower()
+        return None if memory.any or of_the_fakes else error
     except (Exception, TooManyLooks):
         return None
     return None
@@ -174,52 +159,10 @@ def fitting(captured: Captured, model: torch.nn.Module, inputs: Inputs) -> Captu
     return captured if captured.fits(inputs) else capture(model, inputs, captured.autocast)
 
 
-_planning = threading.RLock()
+_Exported = tuple[fx.GraphModule, TreeSpec, tuple[Read, ...], tuple[str, ...]]
 
 
-def _renew_lock() -> None:
-    global _planning
-    _planning = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):  # another thread's lock would never be released in the child
-    os.register_at_fork(after_in_child=_renew_lock)
-
-
-@contextmanager
-def as_in_training() -> Iterator[None]:
-    """Plan in the body as for a training call, whatever grad mode there is around; one thread at a time, as capturing
-    exchanges functions of torch for a while (so does torch.export). Anomaly mode, which looks at values, is off, and so is
-    the cache of parametrizations, which would have fakes in it later. So are hooks on saved tensors that are set around the
-    call: fakes are none of theirs."""
-    with (
-        _planning,
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autograd.set_detect_anomaly(False),
-        replaced(parametrize, "_cache_enabled", 0),
-        _without_hooks_on_saved_tensors(),
-    ):
-        yield
-
-
-@contextmanager
-def _without_hooks_on_saved_tensors() -> Iterator[None]:
-    autograd: Any = torch._C._autograd
-    hooks = []
-    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(pair)
-        autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def _exported(
-    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims
-) -> tuple[fx.GraphModule, tuple[Read, ...], tuple[str, ...]]:
+def _exported(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims) -> _Exported:
     """Export ``model`` along the branches it takes in eager mode; if these cannot be exported, along its own for export.
 
     Returned with it: what the model read of the inputs' values on its way, and the sizes' conditions.
@@ -227,7 +170,7 @@ def _exported(
     args, kwargs = inputs.call()
     shapes = _dynamic_shapes(model, inputs, dynamic)
 
-    def export(values: KnownValues | None) -> tuple[fx.GraphModule, tuple[Read, ...], tuple[str, ...]]:
+    def export(values: KnownValues | None) -> _Exported:
         region = autocast.enter() if autocast else nullcontext()
         scope = nullcontext() if values is None else _as_if_eager(model, values)
         with (
@@ -239,12 +182,13 @@ def _exported(
             outputs_looked_into(model),
             DataRead(),
             quiet(),
-            _regions_left(),
+            regions_left(),
             noted_in_nodes(model),
         ):
             exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
         reads = () if values is None else tuple(values.reads)
-        return exported.module(check_guards=False), reads, tuple(getattr(exported, "_guards_code", ()))
+        module = exported.module(check_guards=False)
+        return module, exported.call_spec.out_spec, reads, tuple(getattr(exported, "_guards_code", ()))
 
     for values in (KnownValues(inputs.leaves, numbers=False), KnownValues(inputs.leaves)):
         try:
@@ -321,23 +265,17 @@ def _check_recurrent(model: torch.nn.Module, captured: Captured) -> None:
 def _as_if_eager(model: torch.nn.Module, values: KnownValues) -> Iterator[None]:
     """Let the model take the branches it takes in eager mode, where it looks at values or asks if it is being compiled."""
 
-    compiler: Any = torch.compiler
+    with compiler_says_eager() as begin, answered(values):
 
-    def stand_in(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values.stand_in(Inputs.of(args, kwargs, model).leaves)
-        # What torch.compiler's functions answer where a model has them by other names; torch.export puts them back.
-        compiler._is_compiling_flag = compiler._is_exporting_flag = False
+        def stand_in(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            values.stand_in(Inputs.of(args, kwargs, model).leaves)
+            begin()
 
-    hook = model.register_forward_pre_hook(stand_in, prepend=True, with_kwargs=True)
-    try:
-        with (
-            replaced(compiler, "is_exporting", lambda: False),
-            replaced(compiler, "is_compiling", lambda: False),
-            answered(values),
-        ):
+        hook = model.register_forward_pre_hook(stand_in, prepend=True, with_kwargs=True)
+        try:
             yield
-    finally:
-        hook.remove()
+        finally:
+            hook.remove()
 
 
 def _flat(module: fx.GraphModule, model: torch.nn.Module, opaques: list[Opaque]) -> fx.GraphModule:
@@ -387,17 +325,6 @@ def _flat(module: fx.GraphModule, model: torch.nn.Module, opaques: list[Opaque])
     return fx.GraphModule(attributes, graph, class_name="Captured")
 
 
-@contextmanager
-def _regions_left() -> Iterator[None]:
-    """Let torch.export leave the nodes that enter and leave regions where they are, each with what the model asked for."""
-    with (
-        replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
-        replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
-        replaced(torch, "is_autocast_cache_enabled", lambda: True),  # it is off while torch.export traces
-    ):
-        yield
-
-
 def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> Any:
     """Return the model's own object at ``target``: torch.export copies a parameter that has two names."""
     for root in (model, module):
@@ -424,20 +351,3 @@ def _cause(error: Exception) -> str:
             f"output in the training loop; else {remedy}"
         )
     return f"{first_lines(error)}. If its control flow depends on the values in tensors, {remedy}"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep torch.export from printing the graph it had when it failed, or sizes it takes as they are, and fakes from
-    printing why an op failed: errors and guards say what there is to say."""
-    names = ("fx.experimental.symbolic_shapes", "_export.non_strict_utils", "_subclasses.fake_tensor")
-    logs = [logging.getLogger(f"torch.{name}") for name in names]
-    levels = [log.level for log in logs]
-    for log in logs:
-        log.setLevel(logging.CRITICAL)
-    try:
-        with replaced(torch.export._trace, "print", lambda *_, **__: None):
-            yield
-    finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch.autograd.grad_mode import _force_original_view_tracking
-from torch.fx.graph_module import _assign_attr
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from fxmem.capture.pytrees import flattened
 from fxmem.capture.value_guards import Read, all_hold
 from fxmem.errors import InputError
 from fxmem.ir import InplaceDecision, Source
 from fxmem.runtime.autocast import Autocast
+from fxmem.torch_private import TreeSpec, tree_unflatten
 
 Dims = frozenset[tuple[int, int]]
 """Dimensions of input leaves, as (leaf, dimension)."""
@@ -180,13 +179,27 @@ def with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> f
     known = {id(t) for t in (*graph_module.parameters(), *graph_module.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in known:
-            _assign_attr(tensor, graph_module, name)
+            path, _, attribute = name.rpartition(".")
+            _place(tensor, graph_module, path, attribute)
     return graph_module
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
     """Return the device of the first parameter: of a model on several, where most of the work begins."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _place(tensor: torch.Tensor, graph_module: fx.GraphModule, path: str, name: str) -> None:
+    """Register ``tensor`` as ``name`` of the submodule at ``path``, which is made where there is none."""
+    owner: torch.nn.Module = graph_module
+    for part in path.split(".") if path else ():
+        if getattr(owner, part, None) is None:
+            owner.add_module(part, torch.nn.Module())
+        owner = getattr(owner, part)
+    if isinstance(tensor, torch.nn.Parameter):
+        owner.register_parameter(name, tensor)
+    else:
+        owner.register_buffer(name, tensor)
 
 
 def attribute_of(module: torch.nn.Module, target: str) -> Any:

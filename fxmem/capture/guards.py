@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxmem.capture.graph import Inputs
 from fxmem.fake.python_state import CONTAINERS
+from fxmem.torch_private import is_traceable_wrapper, version_of
 
 CONSTANTS = frozenset({bool, int, float, str, type(None)})
 VALUES: tuple[type, ...] = (
@@ -94,13 +94,13 @@ def _sharing(tensors: list[torch.Tensor], with_sizes: bool) -> tuple[Any, ...]:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """True if ``tensor`` lies on one storage: a sparse one, and a wrapper of others, have several."""
-    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return tensor.layout is torch.strided and not is_traceable_wrapper(tensor)
 
 
 def _memory(tensor: torch.Tensor) -> int:
     """Return where the storage of a tensor that has memory begins; something of its own where that is empty."""
     storage = tensor.untyped_storage()
-    return storage.data_ptr() or storage._cdata
+    return storage.data_ptr() or id(storage)
 
 
 def _constant(value: Any) -> Any:
@@ -300,7 +300,7 @@ def _value_signature(value: Any, own: frozenset[int], known: dict[int, Any]) -> 
     if kind in CONSTANTS:
         return _constant(value)
     if isinstance(value, torch.Tensor):
-        facts = (0 if value.is_inference() else value._version, value.shape, value.dtype)
+        facts = (0 if value.is_inference() else version_of(value), value.shape, value.dtype)
         return id(value) if id(value) in own else (_Same(value), *facts)
     if isinstance(value, VALUES):
         return (kind, repr(value))

@@ -14,10 +14,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.nn.modules.module as _modules
 from torch import fx
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import (
     PythonKeyTracer,
     disable_proxy_modes_tracing,
@@ -25,14 +22,26 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.node import has_side_effect
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import BackwardHook
 
 from fxmem.capture.pytrees import holds_tensors
 from fxmem.errors import CaptureError
 from fxmem.fake.meta_fixups import TruerFakes
-from fxmem.torch_patches import replaced
+from fxmem.torch_patches import (
+    backward_hooks_made_by,
+    batch_norms_by,
+    forward_hooks_exchanged,
+    function_applies_by,
+    tensor_hooks_set_by,
+)
+from fxmem.torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    HigherOrderOperator,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 
 class Opaque:
@@ -91,27 +100,23 @@ def kept_whole(model: torch.nn.Module) -> Iterator[list[Opaque]]:
     anything, hence run exactly as often as in eager mode), a BatchNorm that averages over all batches.
     """
     table: list[Opaque] = []
-    base = torch.autograd.function._SingleLevelFunction
-    register_hook, batch_norm = torch.Tensor.register_hook, _BatchNorm.forward
-    hook_inputs, hook_outputs = BackwardHook.setup_input_hook, BackwardHook.setup_output_hook
 
-    def opaque_apply(cls: Any, *args: Any) -> Any:
-        apply = functools.partial(super(base, cls).apply, *args)
+    def opaque_apply(cls: Any, args: Any, apply: Callable[[], Any]) -> Any:
         if cls.__module__.startswith("torch."):
             return apply()
         return _emitted(table, Opaque(cls.apply, args), args, apply)
 
-    def opaque_register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    def opaque_register_hook(tensor: torch.Tensor, hook: Callable[..., Any], register_hook: Any) -> Any:
         _check_closure(hook)
         set_hook = Opaque(_HookSetter(hook), (tensor,), "sets a hook")
         _emitted(table, set_hook, (tensor,), lambda: None)
-        with torch._C.DisableTorchFunction():
-            return register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+        with DisableTorchFunction():
+            return register_hook(tensor, hook)
 
-    def opaque_batch_norm(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    def opaque_batch_norm(module: Any, x: torch.Tensor, batch_norm: Any) -> torch.Tensor:
         averages = module.training and module.momentum is None and module.num_batches_tracked is not None
         if get_proxy_mode() is None or not averages:
-            return batch_norm(module, x)
+            return cast(torch.Tensor, batch_norm(module, x))
         module._check_input_dim(x)
         mean, var, count = module.running_mean, module.running_var, module.num_batches_tracked
         args = (x, mean, var, module.weight, module.bias, count, module.eps)
@@ -119,22 +124,31 @@ def kept_whole(model: torch.nn.Module) -> Iterator[list[Opaque]]:
         on_fakes = functools.partial(torch.nn.functional.batch_norm, *args[:-2], True, 0.5, module.eps)
         return cast(torch.Tensor, _emitted(table, whole, args, on_fakes))
 
-    def opaque_hook_inputs(hook: Any, args: Any) -> Any:
+    def opaque_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+        if _of_torch(hook):
+            return hook
+
+        def call(module: torch.nn.Module, *args: Any) -> Any:
+            whole = Opaque(_ModuleHook(hook, module), args, "runs a module's hook")
+            return _emitted(table, whole, args, lambda: hook(module, *args))
+
+        return call
+
+    def opaque_hook_inputs(hook: Any, args: Any, hook_inputs: Any) -> Any:
         hook.whole = _BackwardHooks(hook)
         whole = Opaque(hook.whole.inputs, args, "sets a backward hook")
-        return _emitted(table, whole, args, lambda: hook_inputs(hook, args))  # type: ignore[no-untyped-call]
+        return _emitted(table, whole, args, lambda: hook_inputs(hook, args))
 
-    def opaque_hook_outputs(hook: Any, args: Any) -> Any:
+    def opaque_hook_outputs(hook: Any, args: Any, hook_outputs: Any) -> Any:
         whole = Opaque(hook.whole.outputs, (args,), "sets a backward hook")
-        return _emitted(table, whole, args, lambda: hook_outputs(hook, args))  # type: ignore[no-untyped-call]
+        return _emitted(table, whole, args, lambda: hook_outputs(hook, args))
 
     with (
-        _module_hooks_replaced(model, table),
-        replaced(BackwardHook, "setup_input_hook", opaque_hook_inputs),
-        replaced(BackwardHook, "setup_output_hook", opaque_hook_outputs),
-        replaced(base, "apply", classmethod(opaque_apply)),
-        replaced(torch.Tensor, "register_hook", opaque_register_hook),
-        replaced(_BatchNorm, "forward", opaque_batch_norm),
+        forward_hooks_exchanged(model, opaque_hook),
+        backward_hooks_made_by(opaque_hook_inputs, opaque_hook_outputs),
+        function_applies_by(opaque_apply),
+        tensor_hooks_set_by(opaque_register_hook),
+        batch_norms_by(opaque_batch_norm),
     ):
         yield table
 
@@ -169,32 +183,9 @@ def _emitted(table: list[Opaque], opaque: Opaque, args: Any, run: Callable[[], A
     proxies = tuple(mode.tracer.unwrap_proxy(tensor) for tensor in tensors)
     node = mode.tracer.create_proxy("call_function", _opaque_call, (len(table), *proxies), {}, name=opaque.__name__)
     table.append(opaque)
-    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), TruerFakes():  # type: ignore[no-untyped-call]
+    with disable_proxy_modes_tracing(), DisableTorchFunction(), TruerFakes():  # type: ignore[no-untyped-call]
         output = run()
     return track_tensor_tree(output, node, constant=None, tracer=mode.tracer)
-
-
-@contextmanager
-def _module_hooks_replaced(model: torch.nn.Module, table: list[Opaque]) -> Iterator[None]:
-    """Let each forward hook that is not torch's own become an opaque node when it is called."""
-    registries: list[Any] = [_modules._global_forward_pre_hooks, _modules._global_forward_hooks]
-    registries += [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-    saved = [dict(registry) for registry in registries]
-
-    def opaque_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def call(module: torch.nn.Module, *args: Any) -> Any:
-            whole = Opaque(_ModuleHook(hook, module), args, "runs a module's hook")
-            return _emitted(table, whole, args, lambda: hook(module, *args))
-
-        return call
-
-    try:
-        for registry, before in zip(registries, saved, strict=True):
-            registry.update((key, opaque_hook(hook)) for key, hook in before.items() if not _of_torch(hook))
-        yield
-    finally:
-        for registry, before in zip(registries, saved, strict=True):
-            registry.update(before)
 
 
 def _of_torch(hook: Any) -> bool:

@@ -14,16 +14,15 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import (
-    SUPPORTED_NODES,
+
+from fxmem.errors import CaptureError, InputError
+from fxmem.torch_private import (
     GetAttrKey,
     TreeSpec,
     register_pytree_node,
     tree_flatten,
     tree_leaves,
 )
-
-from fxmem.errors import CaptureError, InputError
 
 _CONSTANT = (type, torch.dtype, torch.device)
 """Classes of attributes that are part of the structure."""
@@ -84,7 +83,7 @@ _RETURNED = (torch.Tensor, int, float, str, type(None), torch.SymInt, torch.SymF
 def _register(leaves: Iterable[Any]) -> bool:
     """Register the dataclasses that are not; True if there are any."""
     kinds = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, torch.nn.Module | type)}
-    kinds = {kind for kind in kinds if kind not in SUPPORTED_NODES and kind.__new__ is object.__new__}
+    kinds = {kind for kind in kinds if kind.__new__ is object.__new__}
     for kind in kinds:
         _register_kind(kind)
     return bool(kinds)
@@ -102,7 +101,7 @@ def _is_object(leaf: Any) -> bool:
     """True for an object that has attributes of its own and no state but these."""
     kind: Any = type(leaf)
     plain = kind.__new__ is object.__new__ and not isinstance(leaf, torch.nn.Module | type) and not callable(leaf)
-    return plain and kind not in SUPPORTED_NODES and hasattr(leaf, "__dict__")
+    return plain and hasattr(leaf, "__dict__")
 
 
 def _reaches_tensors(leaf: Any, depth: int = MOST_DEPTH) -> bool:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from fxmem.capture.graph import Captured, Inputs
 from fxmem.capture.pytrees import flattened
@@ -27,7 +25,8 @@ from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, attributes_restored
 from fxmem.fake.python_state import OpLog, Place, PythonState
 from fxmem.runtime.autocast import casts_kept
 from fxmem.runtime.backend_flags import present
-from fxmem.torch_patches import replaced
+from fxmem.torch_patches import calls_told_to
+from fxmem.torch_private import DynamicOutputShapeException, in_transform, tree_leaves, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +173,7 @@ def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, in
 
     buffers = {name: world.fake(buffer) for name, buffer in model.named_buffers()}
     with attributes_restored(model), world.state_of(module), world.active(), ScalarReads():
-        before, versions = PythonState(model), {name: buffer._version for name, buffer in buffers.items()}
+        before, versions = PythonState(model), {name: version_of(buffer) for name, buffer in buffers.items()}
         with _calls_noted() as calls:
             outputs, ops = forward()
         exchanged = next(before.exchanged(), None)
@@ -186,7 +185,7 @@ def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, in
         left = before.changes()
         there = dict(model.named_buffers()) if module is model else buffers
         new_buffers = frozenset(
-            name for name, b in buffers.items() if there.get(name) is not b or b._version != versions[name]
+            name for name, b in buffers.items() if there.get(name) is not b or version_of(b) != versions[name]
         )
         if not twice:
             return _Run(_autograd_nodes(outputs), calls, left, {}, ops, ops, new_buffers)
@@ -273,7 +272,7 @@ class _CallsSeen(TorchFunctionMode):
         self._switches = present()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if in_transform():
             raise CaptureError(
                 "the forward calls a transform of torch.func (vmap, grad, jvp, ...), which a captured graph cannot hold. "
                 "Write the same with batched ops, or move it out of the model."
@@ -302,25 +301,9 @@ def _calls_noted() -> Iterator[list[str]]:
     """Note every call while the body runs that ``_REMEDIES`` names."""
     noted: list[str] = []
 
-    def noting(owner: Any, attribute: str, name: str) -> AbstractContextManager[None]:
-        original = getattr(owner, attribute)
+    def told(name: str) -> None:
+        if _called_by_user():
+            noted.append(name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if _called_by_user():
-                noted.append(name)
-            return original(*args, **kwargs)
-
-        return replaced(owner, attribute, call)
-
-    with ExitStack() as stack:
-        stack.enter_context(_CallsSeen(noted))
-        for name in ("register_hook", "register_post_accumulate_grad_hook"):
-            stack.enter_context(noting(torch.Tensor, name, f"Tensor.{name}"))
-        stack.enter_context(noting(torch.random, "fork_rng", "torch.random.fork_rng"))
-        for module in (torch, torch.random):
-            for name in ("manual_seed", "set_rng_state"):
-                stack.enter_context(noting(module, name, f"torch.{name}"))
-        for name in ("clear_autocast_cache", "set_autocast_cache_enabled"):
-            stack.enter_context(noting(torch, name, f"torch.{name}"))
-        stack.enter_context(noting(torch.inference_mode, "__enter__", "torch.inference_mode"))
+    with _CallsSeen(noted), calls_told_to(told):
         yield noted

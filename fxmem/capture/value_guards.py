@@ -10,18 +10,25 @@ makes, and of whatever is computed from these alone; not of parameters or floats
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxmem.torch_patches import tracing_answered_by
+from fxmem.torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    TorchDispatchMode,
+    storage_key,
+    tree_leaves,
+    tree_map,
+    without_modes,
+)
 
 MOST_ELEMENTS = 1 << 22
 """Of a tensor whose values are followed."""
@@ -178,7 +185,7 @@ class KnownValues(TorchFunctionMode):
         self, func: Any, args: Any, kwargs: Any, fresh: Sequence[Any]
     ) -> list[tuple[Value | Leaf, torch.Tensor]] | None:
         """Return how the values of ``fresh``, which the call makes, follow from its arguments'; None if they do not."""
-        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not (tensors or func in _CONSTANTS) or not all(map(self.knows, tensors)):
             return None
         if any(not isinstance(t, torch.Tensor) or t.numel() > MOST_ELEMENTS for t in fresh):
@@ -206,8 +213,8 @@ class KnownValues(TorchFunctionMode):
         return self._known[leaf][1] if isinstance(leaf, torch.Tensor) else leaf
 
     def _forget(self, *written: object) -> None:
-        storages = {t.untyped_storage()._cdata for t in written if isinstance(t, torch.Tensor)}
-        for fake in [fake for fake in self._known if fake.untyped_storage()._cdata in storages]:
+        storages = {storage_key(t) for t in written if isinstance(t, torch.Tensor)}
+        for fake in [fake for fake in self._known if storage_key(fake) in storages]:
             del self._known[fake]
 
 
@@ -218,16 +225,8 @@ def answered(values: KnownValues) -> Iterator[None]:
     transformers asks whether a tensor is being traced before it looks at its values; here it hears that it is where they
     are not known.
     """
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    original = getattr(masking, "is_tracing", None)
-    if original is not None:
-        masking.is_tracing = lambda tensor=None: not values.knows(tensor)
-    try:
-        with values:
-            yield
-    finally:
-        if original is not None:
-            masking.is_tracing = original
+    with tracing_answered_by(lambda tensor: not values.knows(tensor)), values:
+        yield
 
 
 @contextmanager
@@ -266,7 +265,7 @@ def _written(func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwarg
 
 def _without_modes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return ``func(*args, **kwargs)`` of real tensors, unseen by whoever traces. Errors: if it draws random numbers."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), _NothingRandom():  # type: ignore[no-untyped-call]
+    with without_modes(), DisableTorchFunction(), torch.no_grad(), _NothingRandom():  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 

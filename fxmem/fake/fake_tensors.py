@@ -11,15 +11,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim.optimizer import _foreach_supported_types
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from fxmem.errors import CaptureError, InputError
 from fxmem.fake.meta_fixups import TruerFakes
 from fxmem.fake.python_state import PythonState, modules_held
-from fxmem.torch_patches import grouped_matmuls
+from fxmem.torch_patches import fakes_for_each, grouped_matmuls, no_value_checks
+from fxmem.torch_private import FakeTensor, FakeTensorMode, tree_map_only
 
 
 class FakeWorld:
@@ -115,20 +113,9 @@ class FakeWorld:
             stack.enter_context(TruerFakes())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())
             stack.enter_context(grouped_matmuls())
-            stack.enter_context(_fakes_for_each())
+            stack.enter_context(fakes_for_each())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
-
-
-@contextmanager
-def _fakes_for_each() -> Iterator[None]:
-    """Let the body's optimizers choose multi-tensor kernels for fakes where they do for real parameters."""
-    types: list[Any] = _foreach_supported_types
-    types.append(FakeTensor)
-    try:
-        yield
-    finally:
-        types.remove(FakeTensor)
 
 
 class _Outside(torch.autograd.Function):
@@ -189,17 +176,6 @@ def gradients_untouched(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             f"a backward writes to the gradients of {len(touched)} parameters by itself, which planning cannot follow: a "
             "custom autograd.Function holds a module in a way that hides it. Give it the module as an argument of apply."
         )
-
-
-@contextmanager
-def no_value_checks() -> Iterator[None]:
-    """Switch off those checks in ``torch.distributions`` that look at values: on fakes there are none."""
-    before = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        torch.distributions.Distribution.set_default_validate_args(before)
 
 
 class ScalarReads(TorchFunctionMode):

@@ -11,13 +11,15 @@ from functools import cache, partial
 from typing import Any, cast
 
 import torch
-from torch._prims_common import (
-    make_channels_last_strides_for,
-    make_contiguous_strides_for,
-    suggest_memory_format,
+
+from fxmem.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    channels_last_strides,
+    contiguous_strides,
+    is_channels_last,
+    without_modes,
 )
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 aten = torch.ops.aten
 
@@ -47,7 +49,7 @@ def _viewed(output: torch.Tensor, args: Any) -> torch.Tensor:
     given, shape = args
     if 1 not in output.shape or given.layout is not torch.strided:
         return output
-    with _disable_current_modes():
+    with without_modes():
         stride = _on_meta(given).view(shape).stride()
     if output.stride() == stride:
         return output
@@ -65,7 +67,7 @@ def _computed(output: torch.Tensor, args: Any) -> torch.Tensor:
     alike = [t for t in operands if t.shape == output.shape and t.is_contiguous()]
     if len(alike) == 2:  # a shortcut that meta tensors do not take
         return _laid_out(output, output, last=False)
-    with _disable_current_modes():
+    with without_modes():
         stride = torch.add(*[_on_meta(operand) for operand in args[:2]]).stride()
     return output if output.stride() == stride else output.new_empty_strided(output.shape, stride)
 
@@ -222,7 +224,7 @@ _TRUER: dict[Any, Callable[[Any, Any], Any]] = {
 @cache
 def _workspace_bytes(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> int:
     """Return what oneDNN keeps for the backward of a recurrent layer, of which only a run of it tells."""
-    with _disable_current_modes(), torch.enable_grad():  # there is none without
+    with without_modes(), torch.enable_grad():  # there is none without
         zeros = [None if like is None else torch.zeros(like[0], dtype=like[1]) for like in inputs]
         args = [other if tensor is None else tensor for tensor, other in zip(zeros, others, strict=True)]
         return int(aten.mkldnn_rnn_layer.default(*args)[3].nbytes)
@@ -234,23 +236,23 @@ def _with_room(tensor: torch.Tensor, larger: bool) -> torch.Tensor:
 
 
 def _sparse_clone(tensor: torch.Tensor) -> torch.Tensor:
-    return _sparse(tensor, tensor._indices().clone(), tensor._values().clone())
+    return _sparse(tensor, aten._indices.default(tensor).clone(), aten._values.default(tensor).clone())
 
 
 def _sparse_coalesce(tensor: torch.Tensor) -> torch.Tensor:
-    return _sparse(tensor, tensor._indices().clone(), tensor._values().clone(), coalesced=True)
+    return _sparse(tensor, aten._indices.default(tensor).clone(), aten._values.default(tensor).clone(), coalesced=True)
 
 
 def _sparse_mask(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    values = tensor.new_empty(mask._values().shape)
-    return _sparse(mask, mask._indices().clone(), values, coalesced=mask.is_coalesced())
+    values = tensor.new_empty(aten._values.default(mask).shape)
+    return _sparse(mask, aten._indices.default(mask).clone(), values, coalesced=mask.is_coalesced())
 
 
 def _sparse_add(tensor: torch.Tensor, other: torch.Tensor, alpha: float = 1) -> torch.Tensor:
     if other.layout != torch.sparse_coo:
         return cast(torch.Tensor, aten.add.Tensor(tensor, other, alpha=alpha))
-    indices = torch.cat([tensor._indices(), other._indices()], 1)
-    return _sparse(tensor, indices, torch.cat([tensor._values(), other._values()]))
+    indices = torch.cat([aten._indices.default(tensor), aten._indices.default(other)], 1)
+    return _sparse(tensor, indices, torch.cat([aten._values.default(tensor), aten._values.default(other)]))
 
 
 def _sparse_add_(tensor: torch.Tensor, other: torch.Tensor, alpha: float = 1) -> torch.Tensor:
@@ -300,12 +302,12 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def _is_last(tensor: torch.Tensor) -> bool:
     """True if channels are last in ``tensor`` for most kernels."""
-    return suggest_memory_format(tensor) in _LAST.values()
+    return tensor.layout is torch.strided and is_channels_last(tensor)
 
 
 def _laid_out(fake: torch.Tensor, given: torch.Tensor, *, last: bool) -> torch.Tensor:
     """Return a fake of the shape of ``given`` that is contiguous, or has channels last."""
-    stride = (make_channels_last_strides_for if last else make_contiguous_strides_for)(given.shape)
+    stride = (channels_last_strides if last else contiguous_strides)(given.shape)
     return fake if fake.stride() == stride else fake.new_empty_strided(given.shape, stride)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxmem.errors import CaptureError
+from fxmem.torch_private import TorchDispatchMode
 
 
 class TooManyLooks(BaseException):

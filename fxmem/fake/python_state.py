@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from fxmem.torch_private import OpOverload, TorchDispatchMode, schema_of, storage_key, tree_leaves, version_of
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 """Types of values that are compared as values."""
@@ -219,12 +219,12 @@ def tensors_restored(model: torch.nn.Module) -> Iterator[list[Place]]:
         for place, tensor in reached
         if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
     ]
-    copies = [(tensor._version, _copy_of_small(tensor)) for _, tensor in plain]
+    copies = [(version_of(tensor), _copy_of_small(tensor)) for _, tensor in plain]
     try:
         yield written
     finally:
         for (place, tensor), (version, copy) in zip(plain, copies, strict=True):
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 written += [] if place is None else [place]
                 if copy is not None:
                     tensor.detach().copy_(copy)
@@ -260,7 +260,7 @@ def modules_held(value: Any) -> Iterator[torch.nn.Module]:
     seen: set[int] = set()
     while stack:
         held = stack.pop()
-        if type(held) in PLAIN or isinstance(held, torch.Tensor | torch._ops.OpOverload) or id(held) in seen:
+        if type(held) in PLAIN or isinstance(held, torch.Tensor | OpOverload) or id(held) in seen:
             continue
         seen.add(id(held))
         if isinstance(held, torch.nn.Module):
@@ -365,17 +365,17 @@ class OpLog(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if func.namespace == "prim" or func.is_view or not (func._schema.returns or func._schema.is_mutable):
+        if func.namespace == "prim" or func.is_view or not (schema_of(func).returns or schema_of(func).is_mutable):
             return output
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         if seeded or any(_storage_key(t) in self._depends for t in tensors):
             self.ops.append((str(func), tuple(repr(leaf) for leaf in leaves if type(leaf) in PLAIN)))
             made = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-            written = tensors[:1] if func._schema.is_mutable else []
+            written = tensors[:1] if schema_of(func).is_mutable else []
             self._depends.update(_storage_key(t) for t in (*made, *written))
             self._alive += made
         return output
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+    return storage_key(tensor) if tensor.layout == torch.strided else id(tensor)

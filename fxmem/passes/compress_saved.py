@@ -20,9 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DispatchKey
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fxmem.capture.graph import Captured, with_unused_state
 from fxmem.fake.fake_tensors import FakeWorld, made_outside
@@ -45,6 +43,7 @@ from fxmem.runtime.compressed_ops import (
 )
 from fxmem.runtime.layout import View
 from fxmem.runtime.scoped_ops import Region, Scoped, op_of, region_of
+from fxmem.torch_private import OpOverload, has_kernel, is_composite, tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 Target = Callable[..., Any]
@@ -250,7 +249,7 @@ def _leaner(
     ``views``: geometry of its tensor arguments, by place.
     """
     region = region_of(node.target)
-    if not isinstance(op_of(node.target), torch._ops.OpOverload):
+    if not isinstance(op_of(node.target), OpOverload):
         return None
     device_type = region.autocasts[-1][0] if region.autocasts else autocast.device_type if autocast else None
     if device_type is not None and any(view.storage < 0 and view.requires_grad for view in views.values()):
@@ -276,10 +275,9 @@ def _in_region(target: Target, region: Region, device_type: str | None) -> Targe
 
 def _is_cast(target: Target, device_type: str) -> bool:
     """Tell if autocast may change what ``target`` does."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return True
-    keys = (getattr(DispatchKey, f"Autocast{device_type.upper()}"), DispatchKey.CompositeImplicitAutograd)
-    return any(target.has_kernel_for_dispatch_key(key) for key in keys)
+    return is_composite(target) or has_kernel(target, f"Autocast{device_type.upper()}")
 
 
 def _parts(node: fx.Node, views: dict[int, View], device: torch.device, autocast: Autocast | None) -> fx.Graph | None:

@@ -35,6 +35,7 @@ from fxmem.runtime.autocast import Autocast, autocast_as_in_forward
 from fxmem.runtime.layout import View
 from fxmem.runtime.recompute import NodeReplay, SavedInRerun, leaves_of
 from fxmem.runtime.scoped_ops import Scoped, op_of
+from fxmem.torch_private import OpOverload
 
 KIND = "times"
 MOST_RUNS = 5
@@ -54,7 +55,7 @@ EVICTING_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """What is written between runs: more than a core's own cache, or a GPU's."""
 WAITING_CYCLES = 1_000_000
 """Of a GPU's clock, about half a millisecond: longer than Python takes to launch an op's kernels."""
-GROUPED = frozenset({torch._grouped_mm, torch._scaled_grouped_mm, *(op.default for op in GROUPED_MATMULS)})
+GROUPED = frozenset({*(op.default for op in GROUPED_MATMULS), *(getattr(torch, op.__name__) for op in GROUPED_MATMULS)})
 """What takes integers that say where groups end."""
 
 
@@ -261,7 +262,7 @@ def _target_name(target: Callable[..., Any]) -> str:
     """Return a name that is the same in every process, where there is one."""
     if isinstance(target, Scoped):
         return f"{target.region} {_target_name(target.op)}"
-    if isinstance(target, torch._ops.OpOverload) or not hasattr(target, "__qualname__"):
+    if isinstance(target, OpOverload) or not hasattr(target, "__qualname__"):
         return str(target)
     return f"{getattr(target, '__module__', None)}.{target.__qualname__}"
 

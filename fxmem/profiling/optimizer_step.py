@@ -8,20 +8,19 @@ instead of its ops: of a step with Adam more than half are its.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from fxmem.errors import InputError, first_lines
 from fxmem.fake.fake_tensors import ScalarReads
 from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import Gradients, OptimizerLike, TrainingStep, optimizer_class
+from fxmem.torch_patches import steady_scaler
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ def steady_state(
     """
     fakes = {id(real): fake for real, fake in parameters if fake.requires_grad}
     device = next((fake.device for fake in fakes.values()), torch.device("cpu"))
-    scaler = None if step.scaler is None else _fake_scaler(step.scaler, device)
+    scaler = None if step.scaler is None else steady_scaler(step.scaler, device)
     again = None if seen is None else seen.optimizer
     optimizer = _fake_optimizer(step.optimizer, fakes) if again is None else None
     with ScalarReads():
@@ -223,18 +222,6 @@ def _fake_optimizer(optimizer: OptimizerLike, fakes: dict[int, torch.Tensor]) ->
         raise InputError("the optimizer given holds none of the model's parameters that require grad")
     with _optimizing(optimizer):
         return _rebuilt(optimizer, groups)
-
-
-def _fake_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
-    """Return a copy of ``scaler`` whose tensors are fake. It finds no infinities and steps what :class:`_Watched` holds."""
-    states: defaultdict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
-    fake = object.__new__(type(scaler))
-    vars(fake).update(vars(scaler), _scale=None, _growth_tracker=None, _per_optimizer_states=states)
-    if fake.is_enabled():
-        fake._lazy_init_scale_growth_tracker(device)
-    fake.step = lambda watched: type(scaler).step(fake, watched.optimizer)  # type: ignore[method-assign, misc]
-    fake._maybe_opt_step = lambda optimizer, _, *args, **kwargs: optimizer.step(*args, **kwargs)  # type: ignore[method-assign]
-    return fake
 
 
 def _rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

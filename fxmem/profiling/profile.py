@@ -27,6 +27,7 @@ from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import callable_of
 from fxmem.runtime.recompute import NodeReplay, Replay
 from fxmem.runtime.scoped_ops import op_of, op_text
+from fxmem.torch_private import OpOverload, is_composite
 
 NodeTimer = Callable[[int, int], float]
 """Seconds of a node, from its FLOPs and the bytes it moves."""
@@ -352,14 +353,13 @@ class _Builder:
         )
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _UNTAGGED = frozenset({torch.ops.aten.hardswish.default, torch.ops.aten.hardswish_.default, masked_dropout})
 """Elementwise ops that nobody has tagged as pointwise."""
 
 
 def _is_elementwise(op: object) -> bool:
     """True of ATen's ops with one kernel, which does not look at whether autograd is on."""
-    if isinstance(op, torch._ops.OpOverload):
-        own = op.namespace == "aten" and not op.has_kernel_for_dispatch_key(_COMPOSITE)
+    if isinstance(op, OpOverload):
+        own = op.namespace == "aten" and not is_composite(op)
         return own and (torch.Tag.pointwise in op.tags or op in _UNTAGGED)
     return op in ELEMENTWISE or op in _UNTAGGED

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from fxmem.capture.graph import Captured
 from fxmem.errors import PlanMismatchError
@@ -20,6 +19,7 @@ from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.runtime.autocast import autocast_as_in_forward
 from fxmem.runtime.layout import View
 from fxmem.runtime.recompute import Replay, SavedInRerun
+from fxmem.torch_private import tree_leaves
 
 Memory = Callable[[int], tuple[int, torch.device]]
 """Bytes and device of a storage, a managed index or ``~j`` of a static tensor."""

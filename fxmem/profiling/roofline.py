@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from fxmem.torch_private import OpOverload
+
 GROUPED_MATMULS = (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
 """Of mixtures of experts; torch has no formula for them."""
 
 
-def flops_of(op: torch._ops.OpOverload, args: Any, kwargs: Any, output: Any) -> int:
+def flops_of(op: OpOverload, args: Any, kwargs: Any, output: Any) -> int:
     """Return the FLOPs of one dispatched op by torch's formulas; 0 for ops that have none, elementwise ones above all."""
-    if op._overloadpacket in GROUPED_MATMULS:
+    if op.overloadpacket in GROUPED_MATMULS:
         return _grouped_flops(args[0], args[1], output)
-    count = flop_registry.get(op._overloadpacket)
+    count = flop_registry.get(op.overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=output))
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from fxmem.capture.graph import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
@@ -29,6 +28,7 @@ from fxmem.profiling.training_step import Gradients, TrainingStep, default_loss,
 from fxmem.runtime.frozen_batch_norm import frozen_batch_norm
 from fxmem.runtime.layout import View
 from fxmem.runtime.scoped_ops import op_of
+from fxmem.torch_private import TreeSpec, is_view, schema_of, storage_key, tree_flatten, tree_leaves, version_of
 
 aten = torch.ops.aten
 
@@ -374,9 +374,9 @@ class _Observer:
             self.devices[serial] = tensor.device
         first: dict[int, int] = {}
         for number, (_, tensor) in enumerate(tensors):
-            kept = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+            kept = tensor.requires_grad and tensor.is_leaf and not is_view(tensor)
             record.identities.append((first.setdefault(id(tensor), number), kept))
-        before = [tensor._version for _, tensor in tensors]
+        before = [version_of(tensor) for _, tensor in tensors]
         self.nodes.append(record)
         self.current = record
         self.written.clear()
@@ -395,7 +395,7 @@ class _Observer:
         updated: list[int] = []
         for (place, tensor), version in zip(tensors, before, strict=True):
             serial = self.tracker.serial(tensor)
-            if tensor._version != version or serial in self.written:
+            if version_of(tensor) != version or serial in self.written:
                 (updated if place in record.updates else record.writes).append(serial)
         record.writes = list(dict.fromkeys(record.writes))
         for serial in dict.fromkeys((*record.writes, *updated)):
@@ -440,7 +440,7 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
     results = [t for t in tree_leaves(output) if has_storage(t)]
     operands = [t for t in tree_leaves((args, kwargs)) if has_storage(t)]
     flops = flops_of(func, args, kwargs, output)
-    if not func._schema.is_mutable and all(r.untyped_storage()._cdata in _keys(operands) for r in results):
+    if not schema_of(func).is_mutable and all(storage_key(r) in _keys(operands) for r in results):
         return flops, 0
     return flops, sum(t.numel() * t.element_size() for t in (*results, *operands))
 
@@ -449,13 +449,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that an op writes by its schema, and the running statistics it updates."""
     mean, var, *flag = _UPDATING.get(func, (-1, -1))
     unsaid = (mean, var) if all(args[place] for place in flag) else ()
-    if not (func._schema.is_mutable or func in _UPDATING):
+    if not (schema_of(func).is_mutable or func in _UPDATING):
         return
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.is_write or place in unsaid:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             yield from (t for t in tree_leaves(value) if has_storage(t))
 
 
 def _keys(tensors: list[torch.Tensor]) -> set[int]:
-    return {t.untyped_storage()._cdata for t in tensors}
+    return {storage_key(t) for t in tensors}

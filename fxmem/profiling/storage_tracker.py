@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fxmem.profiling.caching_allocator import Allocation
+from fxmem.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
 Listener = Callable[[str, int, int], None]
 """Called with ``("alloc" | "free", serial, nbytes)``; a serial names a storage for good, unlike its address."""
@@ -42,7 +41,7 @@ class StorageTracker(TorchDispatchMode):
 
     def serial(self, tensor: torch.Tensor) -> int:
         """Return the serial of ``tensor``'s storage; a storage never seen before weighs nothing."""
-        known = self._serials.get(tensor.untyped_storage()._cdata)
+        known = self._serials.get(storage_key(tensor))
         return self._add(tensor, counted=False) if known is None else known
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> int:
@@ -50,7 +49,7 @@ class StorageTracker(TorchDispatchMode):
         before = self.live_bytes
         for tensor in tensors:
             for part in parts_of(tensor):
-                if part.untyped_storage()._cdata not in self._serials:
+                if storage_key(part) not in self._serials:
                     self._add(part, counted=True)
         return self.live_bytes - before
 
@@ -88,7 +87,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _add(self, tensor: torch.Tensor, *, counted: bool) -> int:
         storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes() if counted else 0
+        key, nbytes = id(storage), storage.nbytes() if counted else 0
         serial = self._new_serial()
         self._serials[key] = serial
         self._refs[key] = weakref.ref(storage, lambda _: self._remove(key, serial, nbytes))
@@ -124,8 +123,12 @@ class StorageTracker(TorchDispatchMode):
     def _see(self, tree: Any, *, counted: bool) -> None:
         for leaf in tree_leaves(tree):
             for part in parts_of(leaf):
-                if part.untyped_storage()._cdata not in self._serials:
+                if storage_key(part) not in self._serials:
                     self._add(part, counted=counted)
+
+
+_indices, _values = torch.ops.aten._indices.default, torch.ops.aten._values.default
+"""Of any sparse tensor; the methods without an underscore want a coalesced one."""
 
 
 def has_storage(leaf: object) -> TypeGuard[torch.Tensor]:
@@ -138,7 +141,7 @@ def parts_of(leaf: object) -> tuple[torch.Tensor, ...]:
     if has_storage(leaf):
         return (leaf,)
     if isinstance(leaf, torch.Tensor) and leaf.layout == torch.sparse_coo:
-        return (leaf._indices(), leaf._values())
+        return (_indices(leaf), _values(leaf))
     if isinstance(leaf, torch.Tensor) and leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
         return (leaf.crow_indices(), leaf.col_indices(), leaf.values())
     if isinstance(leaf, torch.Tensor) and leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -163,7 +166,7 @@ def tensors_of(holder: Any) -> Iterator[torch.Tensor]:
         for group in holder.param_groups:
             yield from tensors_of(tuple(group.values()))
     elif isinstance(holder, torch.amp.GradScaler):
-        yield from tensors_of((holder._scale, holder._growth_tracker))
+        yield from (value for value in vars(holder).values() if isinstance(value, torch.Tensor))
     else:
         for leaf in tree_leaves(holder):
             if leaf is not holder:

@@ -39,8 +39,7 @@ def autocast_as_in_forward(
     A backward may run inside the user's autocast region; a graph planned without autocast re-runs without.
     ``regions_inside``: some ops enter regions of their own.
     """
-    in_region: bool = torch._C._is_any_autocast_enabled()
-    enabled = {device.type for device in devices if torch.is_autocast_enabled(device.type)} if in_region else set()
+    enabled = {device.type for device in devices if torch.is_autocast_enabled(device.type)}
     if autocast is None and not enabled and not regions_inside:
         return NOTHING
     return _as_in_forward(autocast, enabled)

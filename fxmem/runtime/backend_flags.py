@@ -7,48 +7,39 @@ those of its forward, and a plan serves calls under the switches it was made und
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
-
-from fxmem.torch_patches import replaced
 
 Switches = tuple[object, ...]
 """The values of all switches."""
 
-NOTED = "fxmem_switches"
-"""Key of a node's meta: the switches it was made under, where these are not those at the start."""
+_cudnn: Any = torch.backends.cudnn
+_mkldnn: Any = torch.backends.mkldnn
+_sdp: Any = torch.backends.cuda
 
-_C: Any = torch._C
-
-
-def _set_deterministic(value: object) -> None:
-    _C._set_deterministic_algorithms(value, warn_only=_C._get_deterministic_algorithms_warn_only())
-
-
-_NAMES = (
-    *((f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in ("flash", "mem_efficient", "math", "cudnn")),
-    *(
-        (f"_get_{name}", f"_set_{name}")
-        for name in (
-            "sdp_priority_order",
-            "math_sdp_allow_fp16_bf16_reduction",
-            "cudnn_enabled",
-            "cudnn_benchmark",
-            "cudnn_deterministic",
-            "mkldnn_enabled",
-            "float32_matmul_precision",
-        )
-    ),
+_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (_sdp.flash_sdp_enabled, _sdp.enable_flash_sdp),
+    (_sdp.mem_efficient_sdp_enabled, _sdp.enable_mem_efficient_sdp),
+    (_sdp.math_sdp_enabled, _sdp.enable_math_sdp),
+    (_sdp.cudnn_sdp_enabled, _sdp.enable_cudnn_sdp),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (_sdp.fp16_bf16_reduction_math_sdp_allowed, _sdp.allow_fp16_bf16_reduction_math_sdp),
+    (lambda: _cudnn.enabled, lambda value: _set_flags(_cudnn, enabled=value)),
+    (lambda: _cudnn.benchmark, lambda value: _set_flags(_cudnn, benchmark=value)),
+    (lambda: _cudnn.deterministic, lambda value: _set_flags(_cudnn, deterministic=value)),
+    (lambda: _mkldnn.enabled, lambda value: _set_flags(_mkldnn, enabled=value)),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
 )
-_GETTERS: tuple[Callable[[], Any], ...] = (
-    *(getattr(_C, get) for get, _ in _NAMES),
-    _C._get_deterministic_algorithms,
-)
-_SETTERS: tuple[Callable[[Any], object], ...] = (*(getattr(_C, set_) for _, set_ in _NAMES), _set_deterministic)
+_GETTERS = tuple([get for get, _ in _FLAGS])
+_SETTERS = tuple([set_ for _, set_ in _FLAGS])
+
+
+def _set_flags(backend: Any, **values: object) -> None:
+    for name, value in values.items():
+        setattr(backend, name, value)
 
 
 def present() -> Switches:
@@ -66,43 +57,15 @@ class under:
 
     def __enter__(self) -> None:
         self._before = present()
-        _set(self._before, self._switches)
+        set_flags(self._before, self._switches)
 
     def __exit__(self, *exc: object) -> None:
-        _set(self._switches, self._before)
+        set_flags(self._switches, self._before)
 
 
-def _set(before: Switches, after: Switches) -> None:
+def set_flags(before: Switches, after: Switches) -> None:
     if before == after:
         return
     for old, new, set_ in zip(before, after, _SETTERS, strict=True):
         if old != new:
             set_(list(new) if isinstance(new, tuple) else new)
-
-
-@contextmanager
-def noted_in_nodes(model: torch.nn.Module) -> Iterator[None]:
-    """Note in each fx node that a call of ``model`` makes in the body its switches (``NOTED``), where the call has set any.
-
-    Only what the call sets counts: torch.export itself has cuDNN and oneDNN off meanwhile.
-    """
-    around, create_node = present(), fx.Graph.create_node
-    begun: list[Switches] = []
-
-    def noting(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
-        node = create_node(graph, *args, **kwargs)
-        switches = present()
-        if begun and switches != begun[-1]:
-            own = zip(around, begun[-1], switches, strict=True)
-            node.meta[NOTED] = tuple([now if now != before else outside for outside, before, now in own])
-        return node
-
-    hook = model.register_forward_pre_hook(lambda *_: begun.append(present()), prepend=True)
-    end = model.register_forward_hook(lambda *_: begun.clear())
-    try:
-        with replaced(fx.Graph, "create_node", noting):
-            yield
-    finally:
-        hook.remove()
-        end.remove()
-        _set(present(), around)

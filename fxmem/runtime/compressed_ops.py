@@ -19,13 +19,19 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
-from torch._subclasses.fake_tensor import FakeTensor
 
-from fxmem.runtime.recompute import in_batched_backward
+from fxmem.torch_patches import in_batched_backward
+from fxmem.torch_private import (
+    FakeTensor,
+    OpOverload,
+    channels_last_strides,
+    contiguous_strides,
+    schema_of,
+    without_modes,
+)
 
 aten = torch.ops.aten
-Overload = torch._ops.OpOverload
+Overload = OpOverload
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
@@ -56,14 +62,14 @@ def _product(mask: torch.Tensor, probability: float, x: torch.Tensor, *, in_plac
 @cache
 def _quotient(probability: float, dtype: torch.dtype) -> float:
     """Return one over ``probability`` as the kernel divides in this dtype, whatever modes are on."""
-    with torch._C._DisableTorchDispatch():
+    with without_modes():
         return float(torch.ones((), dtype=dtype, device="cpu") / probability)
 
 
 def _laid_out_alike(dense: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell for certain that the product of both, the first dense, would be laid out as the first is."""
     if dense.stride() == other.stride():
-        return 1 not in dense.shape or dense.stride() == make_contiguous_strides_for(dense.shape)
+        return 1 not in dense.shape or dense.stride() == contiguous_strides(dense.shape)
     places = sorted(zip(dense.stride(), other.stride(), strict=True), reverse=True)
     strides = [stride for _, stride in places if stride]  # a kernel lets dimensions of stride 0 go by
     falling = all(a > b for a, b in pairwise(strides))
@@ -137,7 +143,7 @@ class Geometry(NamedTuple):
 
 def with_defaults(op: Overload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``args`` and the defaults of the arguments of ``op`` that come after them."""
-    return (*args, *(argument.default_value for argument in op._schema.arguments[len(args) :]))
+    return (*args, *(argument.default_value for argument in schema_of(op).arguments[len(args) :]))
 
 
 BACKWARDS: dict[Overload, Overload] = {
@@ -164,7 +170,7 @@ class _Unread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         backward = BACKWARDS[ctx.op]
-        num_args = len(backward._schema.arguments) - 2  # adaptive poolings see their output's size on its gradient
+        num_args = len(schema_of(backward).arguments) - 2  # adaptive poolings see their output's size on its gradient
         return backward(grad, ctx.geometry.blank(), *ctx.args[:num_args]), None, None
 
 
@@ -248,8 +254,8 @@ def split_dim(size: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
 
     None if there is none.
     """
-    is_contiguous = tuple(stride) == make_contiguous_strides_for(size)
-    is_last = len(size) in (4, 5) and size[1] > 1 and tuple(stride) == make_channels_last_strides_for(size)
+    is_contiguous = tuple(stride) == contiguous_strides(size)
+    is_last = len(size) in (4, 5) and size[1] > 1 and tuple(stride) == channels_last_strides(size)
     if size[0] > 1 and (is_contiguous or is_last):
         return 0
     return 1 if size[1] > 1 and is_contiguous else None

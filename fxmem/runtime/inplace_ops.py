@@ -18,6 +18,8 @@ from typing import Any, cast
 
 import torch
 
+from fxmem.torch_private import is_view
+
 aten = torch.ops.aten
 
 
@@ -33,7 +35,7 @@ class _Alias(torch.autograd.Function):
 
 def _no_view(x: torch.Tensor) -> torch.Tensor:
     """Return ``x``, or a tensor on its memory, with its gradient, that is no view to autograd."""
-    return cast(torch.Tensor, _Alias.apply(x)) if x._is_view() else x  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, _Alias.apply(x)) if is_view(x) else x  # type: ignore[no-untyped-call]
 
 
 def add_(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> torch.Tensor:

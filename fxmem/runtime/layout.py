@@ -44,8 +44,8 @@ class View(NamedTuple):
         if plain:
             return torch.as_strided(base, self.size, self.stride, self.offset)
         tensor = torch.as_strided(_elements(base, self.dtype), self.size, self.stride, self.offset)
-        tensor = torch._conj(tensor) if self.conj else tensor
-        return torch._neg_view(tensor) if self.neg else tensor
+        tensor = tensor.conj() if self.conj else tensor
+        return torch.ops.aten._neg_view.default(tensor) if self.neg else tensor
 
     def lies_as(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor`` has this very size, stride and offset."""
@@ -83,8 +83,8 @@ Views = dict[int, View]
 
 def _elements(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``base``'s whole storage as a vector of ``dtype``, neither conjugate nor negative."""
-    base = torch._conj(base) if base.is_conj() else base
-    base = torch._neg_view(base) if base.is_neg() else base
+    base = base.conj() if base.is_conj() else base
+    base = torch.ops.aten._neg_view.default(base) if base.is_neg() else base
     nbytes = base.untyped_storage().nbytes()
     count = nbytes - nbytes % max(base.itemsize, dtype.itemsize)
     return torch.as_strided(base, (count // base.itemsize,), (1,), 0).view(dtype)

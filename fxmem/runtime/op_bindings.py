@@ -14,11 +14,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fxmem.torch_patches import grouped_matmuls
+from fxmem.torch_private import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 Target = Callable[..., Any]
 
@@ -28,7 +34,7 @@ _found: dict[tuple[Target, object], Target] = {}  # by overload and the types it
 def callable_of(node: fx.Node) -> Target:
     """Return what does the same as ``node.target`` in the fewest microseconds."""
     target: Target = node.target  # type: ignore[assignment]
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target
     leaves, spec = tree_flatten((node.args, node.kwargs))
     values = [leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
@@ -46,9 +52,9 @@ def callable_of(node: fx.Node) -> Target:
     return _found[key]
 
 
-def _candidates(op: torch._ops.OpOverload) -> Iterator[Target]:
+def _candidates(op: OpOverload) -> Iterator[Target]:
     """Yield the functions in C++ that bear the name of ``op``."""
-    namespace, _, name = op._schema.name.partition("::")
+    namespace, _, name = schema_of(op).name.partition("::")
     for module in (torch._C._nn, torch, torch.Tensor) if namespace == "aten" else ():
         candidate = getattr(module, name, None)
         if isinstance(candidate, BuiltinFunctionType | MethodDescriptorType):

@@ -20,19 +20,19 @@ NOTE [Same bits on a re-run]
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only, tree_unflatten
 
 from fxmem.errors import PlanMismatchError
 from fxmem.runtime.autocast import NOTHING, Autocast, casts_kept
 from fxmem.runtime.layout import View, Views, layout_error
+from fxmem.torch_private import TreeSpec, storage_key, tree_leaves, tree_map_only, tree_unflatten
 
 RandomStates = tuple[tuple[torch.device, torch.Tensor], ...]
 
@@ -109,7 +109,7 @@ class NodeReplay:
         if saved.capture:
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor):
-                    fresh.pop(leaf.untyped_storage()._cdata, None)
+                    fresh.pop(storage_key(leaf), None)
             self._keep_internals(bases, fresh)
 
     def argument(self, view: View, bases: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -158,7 +158,7 @@ class SavedInRerun:
 
     def begin(self, arguments: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return where saved tensors are collected from now on, by storage, save those that lie on ``arguments``."""
-        self._known = {argument.untyped_storage()._cdata for argument in arguments}
+        self._known = {storage_key(argument) for argument in arguments}
         self._fresh = {}
         return self._fresh
 
@@ -175,7 +175,7 @@ class SavedInRerun:
 
     def _pack(self, tensor: torch.Tensor) -> None:
         if self.capture:
-            key = tensor.untyped_storage()._cdata
+            key = storage_key(tensor)
             if key not in self._known:
                 self._fresh.setdefault(key, tensor.detach())
 
@@ -216,28 +216,6 @@ class Replay:
                     node.run(bases, saved, views.get(node.index))
             else:
                 node.run(bases, saved, views.get(node.index))
-
-
-def in_batched_backward() -> bool:
-    """True inside a backward that computes many gradients at once (``is_grads_batched``) from one forward's tensors."""
-    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING))
-
-
-def outside_of_batch() -> AbstractContextManager[object]:
-    """Return a context in which no tensor stands for many, as outside of such a backward."""
-    return _unbatched() if in_batched_backward() else NOTHING
-
-
-@contextmanager
-def _unbatched() -> Iterator[None]:
-    torch._C._dispatch_tls_set_dispatch_key_included(_BATCHING, False)
-    try:
-        yield
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(_BATCHING, True)
-
-
-_BATCHING: Any = torch._C._dispatch_key_parse("VmapMode")
 
 
 def _never(_: object) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from fxmem.errors import SavedTensorModifiedError
 from fxmem.runtime.layout import View
 from fxmem.runtime.tape_table import TapeTable
+from fxmem.torch_private import version_of
 
 
 class Refiller(Protocol):
@@ -26,15 +27,15 @@ class Held:
     __slots__ = ("name", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, name: str = "a saved tensor") -> None:
-        self.tensor, self.version, self.name = tensor, tensor._version, name
+        self.tensor, self.version, self.name = tensor, version_of(tensor), name
 
     def get(self) -> torch.Tensor:
         """Return the held tensor, after the check autograd would have made."""
         tensor = self.tensor
-        if tensor._version != self.version:
+        if version_of(tensor) != self.version:
             raise SavedTensorModifiedError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.name} ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; expected version "
+                f"{self.name} ({tensor.dtype}, {tuple(tensor.shape)}) is at version {version_of(tensor)}; expected version "
                 f"{self.version} instead. Do the in-place write after the backward, or on a clone."
             )
         return tensor

@@ -38,12 +38,13 @@ from fxmem.runtime.recompute import (
     RandomStates,
     SavedInRerun,
     leaves_of,
-    outside_of_batch,
     stash_random_states,
     without_graph,
 )
 from fxmem.runtime.slots import Fresh, Handle, Held, Slot, unpack
 from fxmem.runtime.tape_table import NodeTape, TapeTable
+from fxmem.torch_patches import outside_of_batch
+from fxmem.torch_private import storage_key, version_of
 
 
 class Tape:
@@ -97,7 +98,7 @@ class Tape:
             tensor = argument_leaves[place]
             if not view.lies_as(tensor):
                 self._note_view(node, place, view, tensor)
-            if view.storage in self._relaid and self._relaid[view.storage] != tensor.untyped_storage()._cdata:
+            if view.storage in self._relaid and self._relaid[view.storage] != storage_key(tensor):
                 raise memory_error(node.name)
 
     def _note_view(self, node: NodeTape, key: int, view: View, tensor: torch.Tensor) -> None:
@@ -106,12 +107,12 @@ class Tape:
 
     def _relay(self, node: NodeTape, leaves: list[Any], argument_leaves: list[Any]) -> None:
         """Note outputs that lie otherwise than planned, and go on (NOTE [Who owns what on the tape], rule 5)."""
-        given = {view.storage: argument_leaves[place].untyped_storage()._cdata for place, view in node.arguments}
+        given = {view.storage: storage_key(argument_leaves[place]) for place, view in node.arguments}
         for place, view in node.outputs:
             output = leaves[place]
             if not view.is_alike(output):
                 raise layout_error(node.name, view, output)
-            key, is_view = output.untyped_storage()._cdata, view.storage in given
+            key, is_view = storage_key(output), view.storage in given
             if (is_view and key != given[view.storage]) or (not is_view and key in given.values()):
                 raise memory_error(node.name)
             if not (is_view or view.fills_as(output)):
@@ -125,7 +126,7 @@ class Tape:
                 f"{layout_message(node.name, view, output)}: re-runs follow it, the peak may be above the budget",
                 stacklevel=2,
             )
-        self._relaid[view.storage] = output.untyped_storage()._cdata
+        self._relaid[view.storage] = storage_key(output)
         self._note_view(node, ~place, view, output)
 
     def _run_hooked(
@@ -142,10 +143,8 @@ class Tape:
             if view is not None:
                 return self._handle(tensor, view)
             if not by_storage:
-                by_storage.update(
-                    (argument_leaves[place].untyped_storage()._cdata, view.storage) for place, view in node.arguments
-                )
-            key = tensor.untyped_storage()._cdata
+                by_storage.update((storage_key(argument_leaves[place]), view.storage) for place, view in node.arguments)
+            key = storage_key(tensor)
             storage = by_storage.get(key)
             if storage is not None:
                 return self._handle(tensor, View.of(tensor, storage))
@@ -174,7 +173,7 @@ class Tape:
     def _settle(self, node: NodeTape, fresh: list[Fresh], output: Any) -> None:
         """Say of each fresh saved tensor whether it is an output or an internal, and drop it if the plan says so."""
         leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
-        keys = [leaf.untyped_storage()._cdata if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+        keys = [storage_key(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
         planned = {keys[place]: view for place, view in node.outputs}
         internals = dict.fromkeys([saved.key for saved in fresh if saved.key not in keys], -1)
         if len(internals) == len(node.internals):
@@ -217,8 +216,8 @@ class Tape:
     def close(self) -> None:
         """End the forward."""
         self._open = None
-        self._static_versions = {j: tensor._version for j, tensor in self._statics.items()}
-        self._counter_versions = {j: tensor._version for j, tensor in self._counters.items()}
+        self._static_versions = {j: version_of(tensor) for j, tensor in self._statics.items()}
+        self._counter_versions = {j: version_of(tensor) for j, tensor in self._counters.items()}
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -316,13 +315,13 @@ class Tape:
 
     def _static(self, j: int) -> torch.Tensor:
         tensor = self._statics[j]
-        if tensor._version != self._static_versions[j]:
+        if version_of(tensor) != self._static_versions[j]:
             raise SavedTensorModifiedError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter, buffer or input ({tensor.dtype}, {tuple(tensor.shape)}) is at version {tensor._version}; "
+                f"parameter, buffer or input ({tensor.dtype}, {tuple(tensor.shape)}) is at version {version_of(tensor)}; "
                 f"expected version {self._static_versions[j]} instead. Call optimizer.step() after the last backward."
             )
-        if j in self._counters and self._counters[j]._version != self._counter_versions[j]:
+        if j in self._counters and version_of(self._counters[j]) != self._counter_versions[j]:
             raise SavedTensorModifiedError(
                 f"running statistics ({tensor.dtype}, {tuple(tensor.shape)}) that a batch norm in eval mode read were "
                 "updated by a call in training mode since; what was made of them cannot be recomputed. Call backward "

@@ -1,0 +1,50 @@
+"""Every place where fxmem replaces or sets something of torch's (or of transformers'), each a named context manager.
+
+Each says what it replaces, why, and the torch versions it is for; each has a canary in tests/test_torch_patches.py, which
+fails where a patch has no effect any more or is needed no longer. Callers keep the logic, the replacing is here.
+"""
+
+from fxmem.torch_patches.autograd import (
+    as_in_training,
+    in_batched_backward,
+    outside_of_batch,
+    without_cached_parametrizations,
+    without_hooks_on_saved_tensors,
+)
+from fxmem.torch_patches.calls import (
+    backward_hooks_made_by,
+    batch_norms_by,
+    calls_told_to,
+    forward_hooks_exchanged,
+    function_applies_by,
+    tensor_hooks_set_by,
+)
+from fxmem.torch_patches.export import compiler_says_eager, nodes_shown_to, quiet, regions_left, tracing_answered_by
+from fxmem.torch_patches.fakes import grouped_matmuls, no_value_checks
+from fxmem.torch_patches.optimizers import fakes_for_each, for_each_on, steady_scaler
+from fxmem.torch_patches.replacing import PATCHES
+
+__all__ = [
+    "PATCHES",
+    "as_in_training",
+    "backward_hooks_made_by",
+    "batch_norms_by",
+    "calls_told_to",
+    "compiler_says_eager",
+    "fakes_for_each",
+    "for_each_on",
+    "forward_hooks_exchanged",
+    "function_applies_by",
+    "grouped_matmuls",
+    "in_batched_backward",
+    "no_value_checks",
+    "nodes_shown_to",
+    "outside_of_batch",
+    "quiet",
+    "regions_left",
+    "steady_scaler",
+    "tensor_hooks_set_by",
+    "tracing_answered_by",
+    "without_cached_parametrizations",
+    "without_hooks_on_saved_tensors",
+]

@@ -1,0 +1,104 @@
+"""Patches of autograd's state: what is around a call of fxmem's and must not reach inside."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
+
+from fxmem.torch_patches.replacing import patch, replaced
+
+_planning = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _planning
+    _planning = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # another thread's lock would never be released in the child
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+@patch
+@contextmanager
+def as_in_training() -> Iterator[None]:
+    """Plan in the body as for a training call, whatever grad mode there is around; one thread at a time.
+
+    One thread, as capturing exchanges functions of torch for a while (so does torch.export). Anomaly mode, which looks
+    at values, is off: fakes have none. torch 2.11 to 2.15.
+    """
+    with (
+        _planning,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),
+        without_cached_parametrizations(),
+        without_hooks_on_saved_tensors(),
+    ):
+        yield
+
+
+@patch
+@contextmanager
+def without_cached_parametrizations() -> Iterator[None]:
+    """Switch off the cache of ``torch.nn.utils.parametrize.cached``.
+
+    A step on fakes inside of it would leave the fake weights there, and the next real forward would take them. torch
+    2.11 to 2.15, which can switch it on only.
+    """
+    with replaced(parametrize, "_cache_enabled", 0):
+        yield
+
+
+@patch
+@contextmanager
+def without_hooks_on_saved_tensors() -> Iterator[None]:
+    """Take away the hooks on saved tensors that are set around the call, and set them again.
+
+    They are not for fakes: ``save_on_cpu`` would move each to the CPU, and its bytes would count as the CPU's. torch 2.11
+    to 2.15, where hooks nest and only the innermost pair is asked.
+    """
+    hooks = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        saved_tensors_hooks(*pair).__exit__()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            saved_tensors_hooks(pack, unpack).__enter__()
+
+
+_NOTHING = nullcontext()
+_BATCHING: Any = torch._C._dispatch_key_parse("VmapMode")
+
+
+def in_batched_backward() -> bool:
+    """True inside a backward that computes many gradients at once (``is_grads_batched``) from one forward's tensors."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING))
+
+
+@patch
+def outside_of_batch() -> AbstractContextManager[object]:
+    """Return a context in which no tensor stands for many, as outside of such a backward.
+
+    Recomputation inside of it runs the forward's ops on the forward's tensors, which are not batched; a random op among
+    them would be refused ("vmap: called random operation"). torch 2.11 to 2.15, where ``is_grads_batched`` sets that key.
+    """
+    return _unbatched() if in_batched_backward() else _NOTHING
+
+
+@contextmanager
+def _unbatched() -> Iterator[None]:
+    torch._C._dispatch_tls_set_dispatch_key_included(_BATCHING, False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_included(_BATCHING, True)

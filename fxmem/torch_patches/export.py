@@ -1,0 +1,103 @@
+"""Patches of torch.export: what it says, asks and loses while it traces a model."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.export._trace
+from torch import fx
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+
+from fxmem.torch_patches.replacing import patch, replaced
+
+
+@patch
+@contextmanager
+def regions_left() -> Iterator[None]:
+    """Let torch.export leave the nodes that enter and leave regions where they are, each with what the model asked for.
+
+    It would move what is inside ``torch.no_grad()`` or ``torch.autocast`` into a submodule, which is no flat graph; and
+    as autocast's cache is off while it traces, each region would note that the model wants it off. torch 2.11 to 2.15.
+    """
+    with (
+        replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
+        replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
+        replaced(torch, "is_autocast_cache_enabled", lambda: True),
+    ):
+        yield
+
+
+@patch
+@contextmanager
+def compiler_says_eager() -> Iterator[Callable[[], None]]:
+    """Answer no to a model that asks ``torch.compiler`` whether it is being compiled or exported.
+
+    transformers and many others take another way then, with other kernels: the graph would not be what eager runs.
+    Yielded is a function to be called once torch.export has begun: it sets the flags that the same functions read where
+    a model has imported them by name. torch.export puts those back. torch 2.11 to 2.15.
+    """
+    compiler: Any = torch.compiler
+
+    def begin() -> None:
+        compiler._is_compiling_flag = compiler._is_exporting_flag = False
+
+    with replaced(compiler, "is_exporting", lambda: False), replaced(compiler, "is_compiling", lambda: False):
+        yield begin
+
+
+@patch
+@contextmanager
+def tracing_answered_by(tracing: Callable[[object], bool]) -> Iterator[None]:
+    """Let ``tracing`` answer where transformers asks whether a tensor is being traced, before it looks at its values.
+
+    Its own answer is yes to every fake, so that a mask of ones stays and another kernel runs than in eager mode. For
+    transformers 4.57 and later; where it is not imported, nothing is replaced.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if getattr(masking, "is_tracing", None) is None:
+        yield
+        return
+    with replaced(masking, "is_tracing", lambda tensor=None: tracing(tensor)):
+        yield
+
+
+@patch
+@contextmanager
+def nodes_shown_to(look: Callable[[fx.Node], None]) -> Iterator[None]:
+    """Show ``look`` each fx node right after it is made, while what the model has set around it is still set.
+
+    torch.fx has no hook for that: afterwards nobody can tell which attention backend was chosen around which op. torch
+    2.11 to 2.15.
+    """
+    create_node = fx.Graph.create_node
+
+    def showing(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
+        node = create_node(graph, *args, **kwargs)
+        look(node)
+        return node
+
+    with replaced(fx.Graph, "create_node", showing):
+        yield
+
+
+@patch
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch.export from printing the graph it had when it failed, or sizes it takes as they are, and fakes from
+    printing why an op failed: errors and guards say what there is to say. torch 2.11 to 2.15."""
+    names = ("fx.experimental.symbolic_shapes", "_export.non_strict_utils", "_subclasses.fake_tensor")
+    logs = [logging.getLogger(f"torch.{name}") for name in names]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
+    try:
+        with replaced(torch.export._trace, "print", lambda *_, **__: None):
+            yield
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)

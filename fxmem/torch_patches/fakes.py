@@ -1,0 +1,48 @@
+"""Patches of what fake tensors cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import _meta_registrations
+
+from fxmem.torch_patches.replacing import patch, replaced
+
+
+@patch
+@contextmanager
+def grouped_matmuls() -> Iterator[None]:
+    """Let the fake grouped matmul, which insists on bfloat16, take the dtypes that the real one takes.
+
+    A mixture of experts in float32 trains on the CPU, and on fakes raises "Expected inputs of BF16 type". torch 2.11 to
+    2.15.
+    """
+    original = vars(_meta_registrations)["_meta_grouped_mm_common"]
+
+    def of_any_dtype(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if a.dtype == torch.bfloat16 or a.itemsize == 1:
+            return cast(torch.Tensor, original(a, b, *args, **kwargs))
+        as_bfloat16 = [torch.empty_like(t, dtype=torch.bfloat16) for t in (a, b)]
+        dtype = kwargs.pop("out_dtype", None) or a.dtype
+        return torch.empty_like(original(*as_bfloat16, *args, **kwargs), dtype=dtype)
+
+    with replaced(_meta_registrations, "_meta_grouped_mm_common", of_any_dtype):
+        yield
+
+
+@patch
+@contextmanager
+def no_value_checks() -> Iterator[None]:
+    """Switch off those checks in ``torch.distributions`` that look at values: on fakes there are none.
+
+    ``Normal(mean, std)`` asks whether all of ``std`` is above 0. torch 2.11 to 2.15.
+    """
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(before)

@@ -1,0 +1,61 @@
+"""Patches of optimizers and scalers, so that on fakes they do what they do on real parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _foreach_supported_types
+
+from fxmem.torch_patches.replacing import patch, replaced
+from fxmem.torch_private import FakeTensor
+
+
+@patch
+@contextmanager
+def fakes_for_each() -> Iterator[None]:
+    """Let the body's optimizers choose multi-tensor kernels for fakes where they do for real parameters.
+
+    They choose by the class of a parameter, and a fake's is not on their list: Adam on CUDA would seem to need one
+    parameter's temporaries where it needs those of all. torch 2.11 to 2.15.
+    """
+    types: list[Any] = _foreach_supported_types
+    types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        types.remove(FakeTensor)
+
+
+@patch
+@contextmanager
+def for_each_on(device_type: str) -> Iterator[None]:
+    """Let the body's optimizers choose multi-tensor kernels on ``device_type`` too, as they do on CUDA.
+
+    For a step that runs on the CPU and is counted as CUDA's. torch 2.11 to 2.15.
+    """
+    optimizers = import_module("torch.optim.optimizer")
+    supported = vars(optimizers)["_get_foreach_kernels_supported_devices"]
+    with replaced(optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported(), device_type]):
+        yield
+
+
+@patch
+def steady_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
+    """Return a copy of ``scaler`` with tensors of its own, made in the modes there are: it finds no infinities and steps
+    ``.optimizer`` of what it is given.
+
+    A scaler reads whether a gradient is infinite, and skips the step if so: fakes read as 1, which is yes. It is a copy,
+    not a context, as it lives as long as the step on fakes. torch 2.11 to 2.15.
+    """
+    copy = object.__new__(type(scaler))
+    vars(copy).update(vars(scaler))
+    if scaler.is_enabled():
+        torch.amp.GradScaler.__init__(copy, device.type)
+        copy._lazy_init_scale_growth_tracker(device)
+    copy.step = lambda watched: type(scaler).step(copy, watched.optimizer)  # type: ignore[method-assign, misc]
+    copy._maybe_opt_step = lambda optimizer, _, *args, **kwargs: optimizer.step(*args, **kwargs)  # type: ignore[method-assign]
+    return copy

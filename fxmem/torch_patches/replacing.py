@@ -1,0 +1,33 @@
+"""How a patch is made: an attribute replaced for a while, and the register of all patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+PATCHES: dict[str, Callable[..., Any]] = {}
+"""By name, every patch of torch. tests/test_torch_patches.py has a canary for each."""
+
+
+def patch(made: Made) -> Made:
+    """Put a patch on the register."""
+    PATCHES[str(getattr(made, "__name__", made))] = made
+    return made
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give ``owner`` another attribute ``name`` while the body runs."""
+    own = name in vars(owner)
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

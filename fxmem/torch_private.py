@@ -1,0 +1,185 @@
+"""What fxmem reads of torch that torch does not call public: imported and asked for here, and nowhere else.
+
+The rest of fxmem takes these names from here, so that a change in torch is met in one place. What fxmem *replaces* of
+torch's is in :mod:`fxmem.torch_patches`. Each name has a row in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from torch._C import DisableTorchFunction, DispatchKey
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import GetAttrKey, TreeSpec, register_pytree_node, tree_flatten, tree_leaves
+
+__all__ = [
+    "DisableTorchFunction",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GetAttrKey",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "channels_last_strides",
+    "contiguous_strides",
+    "current_backward_node",
+    "has_kernel",
+    "in_dual_level",
+    "in_transform",
+    "is_channels_last",
+    "is_composite",
+    "is_traceable_wrapper",
+    "is_view",
+    "of_fakes",
+    "register_pytree_node",
+    "saved_tensor_hooks_allowed",
+    "schema_of",
+    "storage_key",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "version_of",
+    "without_modes",
+]
+
+# -- trees ---------------------------------------------------------------------------------------------------------------
+
+
+def tree_unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
+    """Return the tree of this structure with these leaves."""
+    return spec.unflatten(leaves)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return ``tree`` with each leaf replaced by what ``function`` makes of it."""
+    leaves, spec = tree_flatten(tree)
+    return spec.unflatten([function(leaf) for leaf in leaves])
+
+
+def tree_map_only(kind: type[Any], function: Callable[[Any], Any], tree: Any) -> Any:
+    """As :func:`tree_map`, of the leaves of class ``kind`` only."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
+
+
+# -- tensors -------------------------------------------------------------------------------------------------------------
+
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Return how often a tensor's memory was written in place, as autograd counts."""
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that no other living storage has. The object that stands for a storage in Python lives as long as
+    the storage itself does; an address would not do, as all fakes have the same."""
+    return id(tensor.untyped_storage())
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """True if autograd takes ``tensor`` for a view of another."""
+    return tensor._is_view()
+
+
+def is_traceable_wrapper(value: object) -> bool:
+    """True for a tensor that other tensors make up, which says so by torch's protocol for them."""
+    if not isinstance(value, torch.Tensor) or type(value) is torch.Tensor:
+        return False
+    return hasattr(value, "__tensor_flatten__") and hasattr(value, "__tensor_unflatten__")
+
+
+def of_fakes(error: BaseException) -> bool:
+    """True if ``error`` is of a class that only fake tensors raise."""
+    return any(kind.__module__ == FakeTensorMode.__module__ for kind in type(error).__mro__)
+
+
+# -- layouts, as ATen lays out; torch's own functions for them are in torch._prims_common ---------------------------------
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape."""
+    strides: list[int] = []
+    below: Any = 1
+    for size in reversed(shape):
+        strides.append(below)
+        below = below * torch.sym_max(size, 1)
+    return tuple(reversed(strides))
+
+
+def channels_last_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor of this shape, (N, C, H, W) or (N, C, D, H, W), with channels last."""
+    strides: list[Any] = [0] * len(shape)
+    below: Any = 1
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        strides[dim] = below
+        below = below * shape[dim]  # of an empty tensor, strides of 0, unlike a contiguous one's
+    return tuple(strides)
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """True if ATen takes channels to be last in ``tensor``, of 4 or 5 dimensions: from the innermost of N, spaces, C
+    outwards its strides never fall. Where batch and channels both have one stride it is not told."""
+    shape, strides = tensor.shape, tensor.stride()
+    if len(shape) not in (4, 5) or strides[1] == 0:
+        return False
+    least = 0
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        if shape[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * max(shape[dim], 1)
+    return True
+
+
+# -- operators -----------------------------------------------------------------------------------------------------------
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Return the schema of an operator: its arguments, which of them it writes, its results."""
+
+
+def has_kernel(op: OpOverload, key: str) -> bool:
+    """True if ``op`` has a kernel of its own for the dispatch key of this name."""
+    return bool(op.has_kernel_for_dispatch_key(getattr(DispatchKey, key)))
+
+
+def is_composite(op: OpOverload) -> bool:
+    """True if ``op`` is made of other operators, whose backward is its own."""
+    return has_kernel(op, "CompositeImplicitAutograd")
+
+
+# -- what is going on around ---------------------------------------------------------------------------------------------
+
+
+def in_transform() -> bool:
+    """True inside a transform of torch.func (vmap, grad, jvp, ...)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_dual_level() -> bool:
+    """True inside ``torch.autograd.forward_ad.dual_level``."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def current_backward_node() -> object | None:
+    """Return the autograd node that runs at present; None outside of a backward."""
+    return cast(object, torch._C._current_autograd_node())
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """False inside ``torch.autograd.graph.disable_saved_tensors_hooks``."""
+    try:
+        with saved_tensors_hooks(_as_it_is, _as_it_is):
+            return True
+    except RuntimeError:
+        return False
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

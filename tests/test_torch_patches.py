@@ -1,0 +1,449 @@
+"""Canaries: each patch of torch still has its effect, and without it the thing still goes wrong.
+
+One that fails says which patch torch has outgrown. The table of private names in docs/architecture.md is checked here too.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxmem import torch_patches as patches
+from fxmem.fake.fake_tensors import ScalarReads
+from fxmem.torch_private import OpOverload, saved_tensor_hooks_allowed, storage_key
+from tests.private_names import PACKAGE, names_in
+
+Canary = Callable[[bool], object]
+"""Called with whether the patch is on; returns what is then seen."""
+
+CANARIES: dict[str, tuple[Canary, object, object]] = {}
+"""By patch: its canary, what is seen with the patch, and what without."""
+
+
+def canary(*, patched: object, plain: object) -> Callable[[Canary], Canary]:
+    def put(function: Canary) -> Canary:
+        CANARIES[function.__name__] = (function, patched, plain)
+        return function
+
+    return put
+
+
+@pytest.mark.parametrize("name", sorted(patches.PATCHES))
+def test_a_patch_has_its_effect_and_is_needed(name: str) -> None:
+    assert name in CANARIES, f"the patch {name} has no canary in {Path(__file__).name}"
+    function, patched, plain = CANARIES[name]
+    seen = function(True)
+    assert seen == patched, f"{name} has no effect on this torch: with it {seen!r} is seen, expected {patched!r}"
+    seen = function(False)
+    assert seen == plain, f"{name} is not needed on this torch, or torch fails otherwise: without it {seen!r} is seen"
+
+
+def test_no_canary_is_left_over() -> None:
+    assert CANARIES.keys() == patches.PATCHES.keys()
+
+
+def _ops_of(run: Callable[[], object]) -> set[str]:
+    """Return the names of the ops that ``run`` dispatches."""
+    names: set[str] = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        run()
+    return names
+
+
+def _exported(module: nn.Module, *args: Any) -> fx.GraphModule:
+    return torch.export.export(module, args, strict=False).module(check_guards=False)
+
+
+def _outcome(run: Callable[[], object]) -> object:
+    """Return what ``run`` returns, or "raises"."""
+    try:
+        return run()
+    except Exception:
+        return "raises"
+
+
+class _Calls(nn.Module):
+    """A module whose forward is ``function``."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+# -- state of autograd ---------------------------------------------------------------------------------------------------
+
+
+@canary(patched=(False, True, False, False), plain=(True, False, True, True))
+def as_in_training(on: bool) -> object:
+    """(inference mode, grad mode, anomaly mode, whether another thread may do the same meanwhile)"""
+    entered = threading.Event()
+
+    def other() -> None:
+        with patches.as_in_training() if on else nullcontext():
+            entered.set()
+
+    thread = threading.Thread(target=other)
+    with torch.inference_mode(), torch.autograd.set_detect_anomaly(True):
+        with patches.as_in_training() if on else nullcontext():
+            modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_anomaly_enabled()
+            thread.start()
+            meanwhile = entered.wait(0.3)
+        thread.join()
+    return (*modes, meanwhile)
+
+
+class _Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@canary(patched=False, plain=True)
+def without_cached_parametrizations(on: bool) -> object:
+    """Whether a weight computed meanwhile is found in the cache afterwards."""
+    layer = nn.Linear(2, 2)
+    parametrize.register_parametrization(layer, "weight", _Doubled())
+    with parametrize.cached():
+        with patches.without_cached_parametrizations() if on else nullcontext():
+            computed = layer.weight
+        return layer.weight is computed
+
+
+@canary(patched=(0, 1), plain=(1, 2))
+def without_hooks_on_saved_tensors(on: bool) -> object:
+    """How often the hook packed after an op inside, and after one more outside."""
+    packed: list[object] = []
+    x = torch.ones(2, requires_grad=True)
+    with saved_tensors_hooks(lambda t: packed.append(0) or t, lambda t: t):
+        with patches.without_hooks_on_saved_tensors() if on else nullcontext():
+            x.exp()
+        inside = len(packed)
+        x.exp()
+    return inside, len(packed)
+
+
+@canary(patched="ran", plain="raises")
+def outside_of_batch(on: bool) -> object:
+    """Whether dropout runs inside a batched backward."""
+
+    class Drops(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            with patches.outside_of_batch() if on else nullcontext():
+                nn.functional.dropout(torch.ones(4), 0.5)
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    y = Drops.apply(x)
+    return _outcome(lambda: torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True) and "ran")
+
+
+# -- torch.export --------------------------------------------------------------------------------------------------------
+
+
+@canary(patched=(True, True, [True]), plain=(False, False, []))
+def regions_left(on: bool) -> object:
+    """Whether grad mode and autocast are nodes of the flat graph, and what the region says of the cache."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x.sin()
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ y
+
+    with patches.regions_left() if on else nullcontext():
+        nodes = list(_exported(_Calls(forward), torch.ones(2, 2)).graph.nodes)
+    names = [getattr(node.target, "__name__", "") for node in nodes]
+    caches = [node.args[3] for node, name in zip(nodes, names, strict=True) if name == "_enter_autocast"]
+    return "_set_grad_enabled" in names, "_enter_autocast" in names, caches
+
+
+@canary(patched=["sin", "sin"], plain=["cos", "cos"])
+def compiler_says_eager(on: bool) -> object:
+    """Which way a model goes that asks torch.compiler, and one that has the function by another name."""
+    by_name = torch.compiler.is_compiling
+    ways = []
+    for asks in (lambda: torch.compiler.is_compiling(), by_name):
+        model = _Calls(lambda x, asks=asks: x.cos() if asks() else x.sin())
+        with patches.compiler_says_eager() if on else nullcontext(lambda: None) as begin:
+            model.register_forward_pre_hook(lambda *_, begin=begin: begin())
+            graph = _exported(model, torch.ones(2)).graph
+        ways += [node.target.overloadpacket.__name__ for node in graph.nodes if isinstance(node.target, OpOverload)]
+    return ways
+
+
+@canary(patched=False, plain=True)
+def tracing_answered_by(on: bool) -> object:
+    """Whether transformers takes a fake whose values are known for one that is being traced."""
+    masking = pytest.importorskip("transformers.masking_utils")
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    with patches.tracing_answered_by(lambda tensor: tensor is not fake) if on else nullcontext():
+        return masking.is_tracing(fake)
+
+
+@canary(patched=[False, True], plain=[])
+def nodes_shown_to(on: bool) -> object:
+    """What is set when a node for ``sin`` is made, without and with cuDNN's benchmark mode around."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        with torch.backends.cudnn.flags(benchmark=True):
+            return y.sin()
+
+    seen: list[bool] = []
+
+    def look(node: fx.Node) -> None:
+        if node.target is torch.ops.aten.sin.default and len(seen) < 2:
+            seen.append(torch.backends.cudnn.benchmark)
+
+    with patches.nodes_shown_to(look) if on else nullcontext():
+        _exported(_Calls(forward), torch.ones(2))
+    return seen
+
+
+@canary(patched=False, plain=True)
+def quiet(on: bool) -> object:
+    """Whether torch.export says something by itself where a model decides by a tensor's value."""
+    import io
+    from contextlib import redirect_stderr
+
+    said = io.StringIO()
+    with redirect_stderr(said), patches.quiet() if on else nullcontext():
+        _outcome(lambda: _exported(_Calls(lambda x: x if x.sum() > 0 else -x), torch.ones(2)))
+    return bool(said.getvalue())
+
+
+# -- fakes ---------------------------------------------------------------------------------------------------------------
+
+
+@canary(patched=torch.float32, plain="raises")
+def grouped_matmuls(on: bool) -> object:
+    """Dtype of a fake grouped matmul in float32."""
+
+    def run() -> object:
+        with FakeTensorMode(), patches.grouped_matmuls() if on else nullcontext():
+            ends, width = torch.empty(2, dtype=torch.int32), 16 if on else 32  # fakes remember what they made
+            return torch.ops.aten._grouped_mm(torch.empty(8, width), torch.empty(2, width, 16), ends).dtype
+
+    return _outcome(run)
+
+
+@canary(patched="made", plain="raises")
+def no_value_checks(on: bool) -> object:
+    """Whether a distribution can be made of fakes."""
+
+    def run() -> object:
+        with FakeTensorMode(), patches.no_value_checks() if on else nullcontext():
+            torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+        return "made"
+
+    return _outcome(run)
+
+
+def _for_each(parameter: torch.Tensor) -> bool:
+    parameter.grad = torch.empty_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    return any(name.startswith("_foreach") for name in _ops_of(optimizer.step))
+
+
+@canary(patched=True, plain=False)
+def for_each_on(on: bool) -> object:
+    """Whether SGD takes multi-tensor kernels on the CPU."""
+    with patches.for_each_on("cpu") if on else nullcontext():
+        return _for_each(torch.ones(2, requires_grad=True))
+
+
+@canary(patched=True, plain=False)
+def fakes_for_each(on: bool) -> object:
+    """Whether SGD takes multi-tensor kernels for fakes, where it does for real parameters."""
+    with FakeTensorMode(), patches.for_each_on("cpu"), patches.fakes_for_each() if on else nullcontext():
+        return _for_each(torch.ones(2, requires_grad=True))
+
+
+@canary(patched=(True, True), plain=(False, "raises"))
+def steady_scaler(on: bool) -> object:
+    """Whether the scaler's tensors are fake, and whether it steps."""
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+
+    class Watched:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    with FakeTensorMode(allow_non_fake_inputs=True), ScalarReads():
+        parameter = torch.ones(2, requires_grad=True)
+        parameter.grad = torch.ones(2)
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        given = patches.steady_scaler(scaler, torch.device("cpu")) if on else scaler
+        given.scale(torch.ones(()))
+        stepped: list[object] = []
+        optimizer.register_step_pre_hook(lambda *_: stepped.append(0))
+        outcome = _outcome(lambda: given.step(Watched(optimizer)))
+    tensors = [value for value in vars(given).values() if isinstance(value, torch.Tensor)]
+    return all(isinstance(t, FakeTensor) for t in tensors), outcome if outcome == "raises" else bool(stepped)
+
+
+# -- calls ---------------------------------------------------------------------------------------------------------------
+
+
+def _told(context: Callable[[Callable[..., Any]], Any], run: Callable[[], object]) -> list[str]:
+    """Return the names of what went by ``context`` while ``run`` ran; the originals are called."""
+    told: list[str] = []
+
+    def instead(subject: Any, given: Any, original: Callable[..., Any]) -> Any:
+        told.append(getattr(subject, "__name__", type(subject).__name__))
+        return original() if isinstance(subject, type) else original(subject, given)
+
+    with context(instead):
+        run()
+    return told
+
+
+def _nothing(*_: object) -> Any:
+    return nullcontext()
+
+
+@canary(patched=(["Doubling"], 6.0), plain=([], 6.0))
+def function_applies_by(on: bool) -> object:
+    """Which Functions are told of, and the gradient."""
+
+    class Doubling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 6
+
+    x = torch.ones((), requires_grad=True)
+    told = _told(patches.function_applies_by if on else _nothing, lambda: Doubling.apply(x).backward())
+    return told, x.grad.item() if x.grad is not None else None
+
+
+@canary(patched=(["Tensor"], 3.0), plain=([], 3.0))
+def tensor_hooks_set_by(on: bool) -> object:
+    """Which tensors are told of, and the gradient that the hook made."""
+    x = torch.ones((), requires_grad=True)
+    told = _told(patches.tensor_hooks_set_by if on else _nothing, lambda: x.register_hook(lambda grad: grad * 3))
+    (x * 1).backward()
+    return told, x.grad.item() if x.grad is not None else None
+
+
+@canary(patched=(["BatchNorm1d"], 1), plain=([], 1))
+def batch_norms_by(on: bool) -> object:
+    """Which BatchNorms are told of, and how many batches they have seen."""
+    norm = nn.BatchNorm1d(2)
+    told = _told(patches.batch_norms_by if on else _nothing, lambda: norm(torch.ones(3, 2)))
+    assert norm.num_batches_tracked is not None
+    return told, int(norm.num_batches_tracked)
+
+
+@canary(patched=(["BackwardHook", "BackwardHook"], 1), plain=([], 1))
+def backward_hooks_made_by(on: bool) -> object:
+    """What is told of a module with a full backward hook, and how often the hook ran."""
+    layer, ran = nn.Linear(2, 2), []
+    layer.register_full_backward_hook(lambda *_: ran.append(0))
+
+    def both(instead: Callable[..., Any]) -> Any:
+        return patches.backward_hooks_made_by(instead, instead)
+
+    x = torch.ones(1, 2, requires_grad=True)
+    return _told(both if on else _nothing, lambda: layer(x).sum().backward()), len(ran)
+
+
+@canary(patched=["other", "hook"], plain=["hook", "hook"])
+def forward_hooks_exchanged(on: bool) -> object:
+    """Which hook runs inside, and which afterwards."""
+    layer, ran = nn.Linear(2, 2), []
+    layer.register_forward_hook(lambda *_: ran.append("hook"))
+    with patches.forward_hooks_exchanged(layer, lambda _: lambda *_: ran.append("other")) if on else nullcontext():
+        layer(torch.ones(1, 2))
+    layer(torch.ones(1, 2))
+    return ran
+
+
+@canary(patched=["torch.manual_seed", "torch.inference_mode", "Tensor.register_hook"], plain=[])
+def calls_told_to(on: bool) -> object:
+    """Which calls are told of."""
+    told: list[str] = []
+    state = torch.get_rng_state()
+    with patches.calls_told_to(told.append) if on else nullcontext():
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            pass
+        torch.ones(2, requires_grad=True).register_hook(lambda grad: grad)
+    torch.set_rng_state(state)
+    return told
+
+
+# -- private names -------------------------------------------------------------------------------------------------------
+
+
+def _rows() -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield name and files of each row of the table in docs/architecture.md."""
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    section = text.partition("## Private names of torch\n")[2].partition("\n## ")[0]
+    for name, files in re.findall(r"^\| `([^`]+)` \| (.+?) \|", section, re.MULTILINE):
+        yield name, frozenset(re.findall(r"`([^`]+)`", files))
+
+
+def test_the_table_of_private_names_is_that_of_the_code() -> None:
+    found = {name: frozenset(uses) for name, uses in names_in().items()}
+    assert dict(_rows()) == found, "docs/architecture.md lists other names than python -m tests.private_names"
+
+
+def test_private_names_are_found_however_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "import torch\nimport torch.x._y as z\nfrom torch._ops import OpOverload as Op\nC = torch._C\n"
+        "def own(t, _mine=0):\n    t._version, t._mine, C._deep.f(), z.g, Op\n"
+        "    getattr(t, '_text'), f'_get_{t}', torch.ops.aten._op, t.update(_key=1)\n"
+    )
+    found = {name: uses.total() for name, uses in names_in(tmp_path).items()}
+    named = {"torch._C": 1, "torch._C._deep.f": 1, "torch._ops.OpOverload": 2, "torch.x._y": 1, "torch.x._y.g": 1}
+    assert found == {"._get_*": 1, "._key": 1, "._text": 1, "._version": 1, **named}
+
+
+# -- what stands for private names ---------------------------------------------------------------------------------------
+
+
+def test_the_object_of_a_storage_lives_as_long_as_the_storage() -> None:
+    with FakeTensorMode():
+        tensors = [torch.empty(4) for _ in range(50)]
+    keys = [storage_key(tensor) for tensor in tensors]
+    others = [torch.empty(4) for _ in range(500)]
+    assert len(set(keys)) == 50
+    assert [storage_key(tensor.view(2, 2)) for tensor in tensors] == keys
+    assert not set(keys) & {storage_key(other) for other in others}
+
+
+def test_it_is_told_where_saved_tensor_hooks_are_disabled() -> None:
+    assert saved_tensor_hooks_allowed()
+    with torch.autograd.graph.disable_saved_tensors_hooks("no"):
+        assert not saved_tensor_hooks_allowed()
+    assert saved_tensor_hooks_allowed()
