@@ -15,6 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fxmem.op_facts.kinds import QueryOnly
+from fxmem.op_facts.lookup import by_namespace
 from fxmem.profiling.caching_allocator import Allocation
 
 Listener = Callable[[str, int, int], None]
@@ -112,7 +114,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a fake tensor answers queries such as prim.device through dispatch
+        if func.namespace in _QUERIES:
             return func(*args, **kwargs)
         self._see((args, kwargs), counted=False)
         output = func(*args, **kwargs)
@@ -126,6 +128,9 @@ class StorageTracker(TorchDispatchMode):
             for part in parts_of(leaf):
                 if part.untyped_storage()._cdata not in self._serials:
                     self._add(part, counted=counted)
+
+
+_QUERIES = by_namespace(QueryOnly)
 
 
 def has_storage(leaf: object) -> TypeGuard[torch.Tensor]:
