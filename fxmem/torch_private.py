@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch._C import DisableTorchFunction, DispatchKey
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,7 @@ __all__ = [
     "GetAttrKey",
     "HigherOrderOperator",
     "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "TreeSpec",
     "channels_last_strides",
@@ -79,9 +80,9 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that no other living storage has. The object that stands for a storage in Python lives as long as
-    the storage itself does; an address would not do, as all fakes have the same."""
-    return id(tensor.untyped_storage())
+    """Return a number that no other living storage has: its address. The address of its data would not do, as all fakes
+    have the same, nor the id of its Python object, which comes and goes while the storage lives."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def is_view(tensor: torch.Tensor) -> bool:

@@ -31,13 +31,17 @@ from fxmem.errors import CaptureError, InputError, chain_of, first_lines, raised
 from fxmem.fake.fake_tensors import FakeWorld, attributes_restored, check_device
 from fxmem.fake.modes import DataRead, FewLooks, MemoryLooks, TooManyLooks
 from fxmem.fake.python_state import tensors_restored
+from fxmem.op_facts.kinds import ReadsScalar, SavesUnseen, TakesStorageOffset
+from fxmem.op_facts.lookup import by_op
 from fxmem.progress import stage
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.scoped_ops import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
 from fxmem.torch_patches import compiler_says_eager, grouped_matmuls, no_value_checks, quiet, regions_left
 from fxmem.torch_private import TreeSpec, of_fakes, tree_leaves
 
-aten = torch.ops.aten
+_OFFSETS = by_op(TakesStorageOffset)
+_READING = {op for op, fact in by_op(ReadsScalar).items() if fact.what == "op"}
+_SAVING_UNSEEN = by_op(SavesUnseen, "cuda")
 
 
 def _autocast_device(graph_module: fx.GraphModule) -> str | None:
@@ -203,7 +207,8 @@ def _exported(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
 
 def _has_places(graph_module: fx.GraphModule) -> bool:
     """True if ops are told, as a constant, where on a storage to begin: that of an input may be otherwise next time."""
-    return any(node.target is aten.as_strided.default and len(node.args) > 3 for node in graph_module.graph.nodes)
+    offsets = ((node, _OFFSETS.get(node.target)) for node in graph_module.graph.nodes)
+    return any(offset is not None and len(node.args) > offset.place for node, offset in offsets)
 
 
 def _check_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -239,14 +244,11 @@ def _check_dynamic(model: torch.nn.Module, captured: Captured) -> None:
 def _check_scalars(model: torch.nn.Module, captured: Captured) -> None:
     """A number read from a tensor is known only once the forward runs, so no plan can count on it."""
     for node in captured.graph_module.graph.nodes:
-        if op_of(node.target) in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+        if op_of(node.target) in _READING:
             raise CaptureError(
                 f"{type(model).__name__} could not be captured: it reads a number from a tensor ({source_of(node)}). "
                 "Compute with the tensor itself instead of .item(), float() or int() of it."
             )
-
-
-_RECURRENT = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
 
 
 def _check_recurrent(model: torch.nn.Module, captured: Captured) -> None:
@@ -254,7 +256,7 @@ def _check_recurrent(model: torch.nn.Module, captured: Captured) -> None:
     if not torch.backends.cudnn.enabled or not any(p.is_cuda for p in model.parameters()):
         return
     for node in captured.graph_module.graph.nodes:
-        if getattr(op_of(node.target), "overloadpacket", None) in _RECURRENT:
+        if op_of(node.target) in _SAVING_UNSEEN:
             raise CaptureError(
                 f"{type(model).__name__} runs a recurrent layer in cuDNN ({source_of(node)}), and what cuDNN saves cannot "
                 "be predicted. Optimize the parts around it, or set torch.backends.cudnn.enabled = False, which is slower."

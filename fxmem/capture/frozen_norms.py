@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxmem.capture.graph import attribute_of
+from fxmem.op_facts.kinds import CompressedForm
+from fxmem.op_facts.lookup import by_op
 from fxmem.runtime.frozen_batch_norm import frozen_batch_norm
 from fxmem.runtime.scoped_ops import Scoped, op_of
 
-aten = torch.ops.aten
+_FROZEN_FORM = {op for op, fact in by_op(CompressedForm).items() if fact.form == frozen_batch_norm.__name__}
 
 
 def with_frozen_norms(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Let the frozen BatchNorms of ``graph_module``, which is changed and returned, save nothing of their inputs' size."""
     for node in graph_module.graph.nodes:
-        if op_of(node.target) is aten.batch_norm.default and _is_frozen(graph_module, node):
+        if op_of(node.target) in _FROZEN_FORM and _is_frozen(graph_module, node):
             region = node.target.region if isinstance(node.target, Scoped) else None
             node.target = frozen_batch_norm if region is None else Scoped(frozen_batch_norm, region)
     graph_module.recompile()

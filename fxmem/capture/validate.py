@@ -23,6 +23,8 @@ from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import CaptureError, chain_of, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, attributes_restored
 from fxmem.fake.python_state import OpLog, Place, PythonState
+from fxmem.op_facts import names_of
+from fxmem.op_facts.kinds import AddedByExport
 from fxmem.runtime.autocast import casts_kept
 from fxmem.runtime.backend_flags import present
 from fxmem.torch_patches import calls_told_to
@@ -78,12 +80,15 @@ def _check_ops(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
     A copy is what becomes of a buffer that the model replaces by another.
     """
     ops = iter(eager.ops)
-    foreign = next((op for op in graph.ops if op[0] != "aten.copy_.default" and op not in ops), None)
+    foreign = next((op for op in graph.ops if op[0] not in _ADDED and op not in ops), None)
     if foreign is not None:
         raise CaptureError(
             f"the captured graph of {type(model).__name__} computes {_written(foreign)} where the model itself does not. "
             "Its forward may ask whether it is being traced, and take another branch then: let it take the one of eager."
         )
+
+
+_ADDED = names_of(AddedByExport)
 
 
 def _check_autograd(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:

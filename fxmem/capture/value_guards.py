@@ -19,6 +19,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxmem.op_facts.kinds import MakesConstant, ReadsScalar
+from fxmem.op_facts.lookup import by_op
 from fxmem.torch_patches import tracing_answered_by
 from fxmem.torch_private import (
     DisableTorchFunction,
@@ -108,22 +110,14 @@ def places_of(leaves: Sequence[Any]) -> Iterator[Read]:
             yield Read(torch.Tensor.storage_offset, Leaf(i), int(leaf.storage_offset()))
 
 
-_BRANCHES = frozenset({torch.Tensor.__bool__})
-_NUMBERS = frozenset(
-    {
-        torch.Tensor.item,
-        torch.Tensor.tolist,
-        torch.Tensor.__int__,
-        torch.Tensor.__float__,
-        torch.Tensor.__index__,
-    }
-)
+_BRANCHES = frozenset(function for function, fact in by_op(ReadsScalar).items() if fact.what == "branch")
+_NUMBERS = frozenset(function for function, fact in by_op(ReadsScalar).items() if fact.what == "number")
 _ASSIGNMENTS = frozenset({"__setitem__", *(n for n in dir(operator) if n.startswith("__i"))}) - {
     "__index__",
     "__inv__",
     "__invert__",
 }
-_CONSTANTS = frozenset({torch.arange, torch.full, torch.ones, torch.tensor, torch.zeros})
+_CONSTANTS = by_op(MakesConstant)
 
 
 class KnownValues(TorchFunctionMode):

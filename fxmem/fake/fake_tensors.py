@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from fxmem.errors import CaptureError, InputError
 from fxmem.fake.meta_fixups import TruerFakes
 from fxmem.fake.python_state import PythonState, modules_held
+from fxmem.op_facts.kinds import ReadsScalar
+from fxmem.op_facts.lookup import by_op
 from fxmem.torch_patches import fakes_for_each, grouped_matmuls, no_value_checks
 from fxmem.torch_private import FakeTensor, FakeTensorMode, tree_map_only
 
@@ -182,7 +184,10 @@ class ScalarReads(TorchFunctionMode):
     """Lets an optimizer or a BatchNorm read its step counter from a fake: every scalar reads as 1, or as 1/2."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.item, torch.Tensor.__float__) and isinstance(args[0], FakeTensor):
+        if func in _ANSWERED and isinstance(args[0], FakeTensor):
             # NAdam divides by 1 less a product that it reads.
             return 0.5 if args[0].dtype.is_floating_point or func is torch.Tensor.__float__ else 1
         return func(*args, **(kwargs or {}))
+
+
+_ANSWERED = {function for function, fact in by_op(ReadsScalar).items() if fact.what == "number" and fact.stand_in}

@@ -1,17 +1,20 @@
 """Fake kernels made true: the ops whose fakes differ from what the real kernels return.
 
 In: an op, its arguments, and what its fake returned. Out: a fake with the bytes, dtypes and strides of the real one
-(observed with torch 2.13): bytes are what is planned, and by strides the kernels after it choose.
+(observed with torch 2.13): bytes are what is planned, and by strides the kernels after it choose. Which ops, where and
+why is in :mod:`fxmem.op_facts.fakes`, which names the functions here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import torch
 
+from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, ReadsScalar
+from fxmem.op_facts.lookup import by_op
 from fxmem.torch_private import (
     FakeTensor,
     TorchDispatchMode,
@@ -28,23 +31,33 @@ class TruerFakes(TorchDispatchMode):
     """Corrects what fake kernels return.
 
     Scalars read as 1. Sparse tensors keep their entries; sums and coalescing are taken to merge none, as many as there
-    may be. The rest stands beside the functions of :data:`_TRUER`.
+    may be.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func in _READ_AS_ONE and isinstance(args[0], FakeTensor):
             return _one(args[0].dtype)
-        if func in _SPARSE and getattr(args[_SPARSE[func][0]], "layout", None) == torch.sparse_coo:
+        sparse = _SPARSE.get(func)
+        if sparse is not None and getattr(args[sparse.place], "layout", None) == torch.sparse_coo:
             kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
-            return _SPARSE[func][1](*args[:2], **kwargs)
+            return _REPLACEMENTS[sparse.replacement](*args[:2], **kwargs)
         output = func(*args, **(kwargs or {}))
-        return _TRUER[func](output, args) if func in _TRUER else output
+        if func not in _RESULTS:
+            return output
+        device_type = next(a.device.type for a in args if isinstance(a, torch.Tensor))
+        fact = by_op(FakeResult, device_type).get(func)
+        return output if fact is None else _CORRECTIONS[fact.correction](output, args)
+
+
+_READ_AS_ONE = {op for op, fact in by_op(ReadsScalar).items() if fact.what == "op" and fact.stand_in}
+_SPARSE = by_op(FakeOfSparse)
+_RESULTS = by_op(FakeResult)
 
 
 # -- ops whose fakes differ in what they return: each correction takes the fake's output and the op's arguments -----------
 
 
-def _viewed(output: torch.Tensor, args: Any) -> torch.Tensor:
+def viewed(output: torch.Tensor, args: Any) -> torch.Tensor:
     """The fake of a view is made by code of its own, which gives dimensions of one element other strides."""
     given, shape = args
     if 1 not in output.shape or given.layout is not torch.strided:
@@ -56,8 +69,8 @@ def _viewed(output: torch.Tensor, args: Any) -> torch.Tensor:
     return cast(torch.Tensor, given.as_strided(output.shape, stride, given.storage_offset()))
 
 
-def _computed(output: torch.Tensor, args: Any) -> torch.Tensor:
-    """As :func:`_viewed`, of an op on two operands, tensors or numbers; expanded ones of low precision are laid out anew
+def computed(output: torch.Tensor, args: Any) -> torch.Tensor:
+    """As :func:`viewed`, of an op on two operands, tensors or numbers; expanded ones of low precision are laid out anew
     by code that computes in a higher one."""
     operands = [t for t in args[:2] if isinstance(t, torch.Tensor)]
     if any(t.layout is not torch.strided for t in (output, *operands)):
@@ -79,23 +92,19 @@ def _on_meta(operand: Any) -> torch.Tensor:
     return torch.empty((), device="meta")
 
 
-def _batch_normed(output: Any, args: Any) -> Any:
-    """On the CPU, channels are last also where only dimensions of one element hide that they are so in the input."""
-    if args[0].device.type != "cpu":
-        return output
+def batch_normed(output: Any, args: Any) -> Any:
+    """Channels are last also where only dimensions of one element hide that they are so in the input."""
     last = _is_last(args[0])
     if args[0].dim() in (4, 5) and not args[0].is_contiguous():
         last = last or args[0].is_contiguous(memory_format=_LAST[args[0].dim()])
     return (_laid_out(output[0], args[0], last=last), *_statistics(output[1:], args[0], args[1:5]))
 
 
-def _group_normed(output: Any, args: Any) -> Any:
-    if args[0].device.type != "cpu":
-        return output
+def group_normed(output: Any, args: Any) -> Any:
     return (_laid_out(output[0], args[0], last=_is_last(args[0])), *_statistics(output[1:], args[0], args[1:3]))
 
 
-def _layer_normed(output: Any, args: Any) -> Any:
+def layer_normed(output: Any, args: Any) -> Any:
     """The result is contiguous, and so is the gradient, whatever the strides of the input."""
     normed, *statistics = output
     if args[0].device.type == "cpu":
@@ -109,56 +118,52 @@ def _statistics(fakes: Any, given: torch.Tensor, parameters: Any) -> list[Any]:
     return [_as_dtype(fake, torch.float32 if mixed else given.dtype) for fake in fakes]
 
 
-def _batch_norm_backward(output: Any, args: Any) -> Any:
-    if output[0] is None or args[0].device.type != "cpu":
+def batch_norm_backward(output: Any, args: Any) -> Any:
+    if output[0] is None:
         return output
     if not args[-1][0]:  # of what is not asked for there is nothing
         return (None, *output[1:])
     return (_laid_out(output[0], args[1], last=_is_last(args[1])), *output[1:])
 
 
-def _group_norm_backward(output: Any, args: Any) -> Any:
-    gradient, *others = _batch_norm_backward(output, args)
-    return (gradient if args[0].device.type != "cpu" else _as_dtype(gradient, args[1].dtype), *others)
+def group_norm_backward(output: Any, args: Any) -> Any:
+    gradient, *others = batch_norm_backward(output, args)
+    return (_as_dtype(gradient, args[1].dtype), *others)
 
 
-def _layer_norm_backward(output: Any, args: Any) -> Any:
+def layer_norm_backward(output: Any, args: Any) -> Any:
     gradient, *others = output
     return output if gradient is None else (_laid_out(gradient, gradient, last=False), *others)
 
 
-def _reduced_in_place(output: torch.Tensor, args: Any) -> torch.Tensor:
+def reduced_in_place(output: torch.Tensor, args: Any) -> torch.Tensor:
     """The loss is reduced inside the buffer that held it for every element."""
     if output.dim() > 0:
         return output
     return output.new_empty(max(1, torch.broadcast_shapes(args[0].shape, args[1].shape).numel()))[0]
 
 
-def _reduced_in_place_on_cpu(output: torch.Tensor, args: Any) -> torch.Tensor:
-    return _reduced_in_place(output, args) if args[0].device.type == "cpu" else output
-
-
-def _recurrent(output: Any, args: Any) -> Any:
+def recurrent(output: Any, args: Any) -> Any:
     """A recurrent layer of oneDNN has a workspace."""
     inputs = tuple([(a.shape, a.dtype) if isinstance(a, torch.Tensor) else None for a in args])
     others = tuple([None if isinstance(a, torch.Tensor) else tuple(a) if type(a) is list else a for a in args])
     return (*output[:3], output[3].new_empty(_workspace_bytes(inputs, others)))
 
 
-def _convolution_backward(output: Any, args: Any) -> Any:
+def convolution_backward(output: Any, args: Any) -> Any:
     """oneDNN makes the weight's gradient beside the bias's, wanted or not."""
-    if args[1].device.type != "cpu" or output[1] is not None or output[2] is None:
+    if output[1] is not None or output[2] is None:
         return output
     (_, given, weight, bias_sizes, *others), bias = args[:-1], output[2]
     backend = _backend(given, weight, bias, *others, bias_sizes)
     return (output[0], torch.empty_like(weight), bias) if "Mkldnn" in backend else output
 
 
-def _convolution(output: torch.Tensor, args: Any) -> torch.Tensor:
+def convolution(output: torch.Tensor, args: Any) -> torch.Tensor:
     """The kernel of a transposed convolution in three dimensions makes a result as large as its input, then resizes it:
     the storage stays as large."""
     given, transposed = args[0], args[6]
-    if not transposed or given.device.type != "cpu" or given.numel() <= output.numel():
+    if not transposed or given.numel() <= output.numel():
         return output
     if _backend(*args[:9], None) != "SlowTranspose3d":
         return output
@@ -171,53 +176,42 @@ def _backend(*args: Any) -> str:
     return "MkldnnTranspose" if name == "???" else name  # the one that torch gives no name
 
 
-def _padded(output: torch.Tensor, args: Any, place: int = 0) -> torch.Tensor:
-    """On the CPU, channels are last in what is made if they are in the argument at ``place``."""
-    given = args[place]
-    return _laid_out(output, output, last=_is_last(given)) if given.device.type == "cpu" else output
+def padded(output: torch.Tensor, args: Any) -> torch.Tensor:
+    """Channels are last in the result if they are in the input."""
+    return _laid_out(output, output, last=_is_last(args[0]))
 
 
-_padding_backward = partial(_padded, place=1)
+def padding_backward(output: torch.Tensor, args: Any) -> torch.Tensor:
+    """Channels are last in the gradient if they are in the input."""
+    return _laid_out(output, output, last=_is_last(args[1]))
 
 
-def _embedded_bags(output: Any, args: Any) -> Any:
-    """What offsets and sizes are saved on the CPU may have room for one element more."""
-    if args[0].device.type != "cpu":
-        return output
+def embedded_bags(output: Any, args: Any) -> Any:
+    """What offsets and sizes are saved may have room for one element more."""
     with_last = len(args) > 7 and args[7]
     bags, sizes = (_with_room(output[1], output[1].numel() > 0), _with_room(output[2], with_last))
     return (output[0], bags, sizes, output[3])
 
 
-_TRUER: dict[Any, Callable[[Any, Any], Any]] = {
-    aten.view.default: _viewed,
-    aten._unsafe_view.default: _viewed,
-    aten.add.Tensor: _computed,
-    aten.sub.Tensor: _computed,
-    aten.mul.Tensor: _computed,
-    aten.div.Tensor: _computed,
-    aten.native_batch_norm.default: _batch_normed,
-    aten.native_group_norm.default: _group_normed,
-    aten.native_layer_norm.default: _layer_normed,
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
-    aten.native_group_norm_backward.default: _group_norm_backward,
-    aten.native_layer_norm_backward.default: _layer_norm_backward,
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
-    aten.reflection_pad2d.default: _padded,  # until torch 2.11
-    aten.replication_pad2d.default: _padded,  # likewise
-    aten.reflection_pad3d.default: _padded,
-    aten.replication_pad3d.default: _padded,
-    aten.reflection_pad2d_backward.default: _padding_backward,
-    aten.replication_pad2d_backward.default: _padding_backward,
-    aten.reflection_pad3d_backward.default: _padding_backward,
-    aten.replication_pad3d_backward.default: _padding_backward,
-    aten.binary_cross_entropy.default: _reduced_in_place_on_cpu,
-    aten.soft_margin_loss.default: _reduced_in_place_on_cpu,
-    aten.mse_loss.default: _reduced_in_place,
-    aten.smooth_l1_loss.default: _reduced_in_place,
-    aten.mkldnn_rnn_layer.default: _recurrent,
-    aten._embedding_bag.default: _embedded_bags,
+_CORRECTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    function.__name__: function
+    for function in (
+        viewed,
+        computed,
+        batch_normed,
+        group_normed,
+        layer_normed,
+        batch_norm_backward,
+        group_norm_backward,
+        layer_norm_backward,
+        convolution,
+        convolution_backward,
+        padded,
+        padding_backward,
+        reduced_in_place,
+        recurrent,
+        embedded_bags,
+    )
 }
 
 
@@ -235,40 +229,35 @@ def _with_room(tensor: torch.Tensor, larger: bool) -> torch.Tensor:
     return tensor.new_empty(tensor.numel() + 1)[:-1] if larger else tensor
 
 
-def _sparse_clone(tensor: torch.Tensor) -> torch.Tensor:
+def sparse_clone(tensor: torch.Tensor) -> torch.Tensor:
     return _sparse(tensor, aten._indices.default(tensor).clone(), aten._values.default(tensor).clone())
 
 
-def _sparse_coalesce(tensor: torch.Tensor) -> torch.Tensor:
+def sparse_coalesce(tensor: torch.Tensor) -> torch.Tensor:
     return _sparse(tensor, aten._indices.default(tensor).clone(), aten._values.default(tensor).clone(), coalesced=True)
 
 
-def _sparse_mask(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def sparse_mask(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     values = tensor.new_empty(aten._values.default(mask).shape)
     return _sparse(mask, aten._indices.default(mask).clone(), values, coalesced=mask.is_coalesced())
 
 
-def _sparse_add(tensor: torch.Tensor, other: torch.Tensor, alpha: float = 1) -> torch.Tensor:
+def sparse_add(tensor: torch.Tensor, other: torch.Tensor, alpha: float = 1) -> torch.Tensor:
     if other.layout != torch.sparse_coo:
         return cast(torch.Tensor, aten.add.Tensor(tensor, other, alpha=alpha))
     indices = torch.cat([aten._indices.default(tensor), aten._indices.default(other)], 1)
     return _sparse(tensor, indices, torch.cat([aten._values.default(tensor), aten._values.default(other)]))
 
 
-def _sparse_add_(tensor: torch.Tensor, other: torch.Tensor, alpha: float = 1) -> torch.Tensor:
+def sparse_add_(tensor: torch.Tensor, other: torch.Tensor, alpha: float = 1) -> torch.Tensor:
     if other.layout != torch.sparse_coo:
         return cast(torch.Tensor, aten.add_.Tensor(tensor, other, alpha=alpha))
-    return cast(torch.Tensor, aten.copy_sparse_to_sparse_(tensor, _sparse_add(tensor, other)))
+    return cast(torch.Tensor, aten.copy_sparse_to_sparse_(tensor, sparse_add(tensor, other)))
 
 
-_SPARSE: dict[Any, tuple[int, Any]] = {
-    aten.clone.default: (0, _sparse_clone),
-    aten._coalesce.default: (0, _sparse_coalesce),
-    aten.sparse_mask.default: (1, _sparse_mask),
-    aten.add.Tensor: (0, _sparse_add),
-    aten.add_.Tensor: (0, _sparse_add_),
+_REPLACEMENTS: dict[str, Callable[..., torch.Tensor]] = {
+    function.__name__: function for function in (sparse_clone, sparse_coalesce, sparse_mask, sparse_add, sparse_add_)
 }
-"""Ops whose fakes forget the entries of a sparse tensor: the place of the sparse argument, and what is right."""
 
 
 def _sparse(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,27 +25,25 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxmem.capture.graph import Captured, with_unused_state
 from fxmem.fake.fake_tensors import FakeWorld, made_outside
 from fxmem.ir import NodeProfile
+from fxmem.op_facts.kinds import NarrowIndices, UnreadInput
+from fxmem.op_facts.lookup import by_op
+from fxmem.passes.compressed_forms import Wish, exchanged, may_narrow_masks
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.planners.policy import matches
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.compressed_ops import (
-    BACKWARDS,
-    POOL_BACKWARDS,
-    dropout_mask,
     frozen_convolution,
     index_dtype,
     input_unread,
     lean_max_pool,
     masked_dropout,
-    safe_softmax,
     split_dim,
 )
 from fxmem.runtime.layout import View
 from fxmem.runtime.scoped_ops import Region, Scoped, op_of, region_of
 from fxmem.torch_private import OpOverload, has_kernel, is_composite, tree_flatten, tree_unflatten
 
-aten = torch.ops.aten
 Target = Callable[..., Any]
 
 MOST_PARTS = 60
@@ -54,31 +52,8 @@ MOST_PARTS = 60
 LEAST_SHARE = 0.02
 """Of the bytes that autograd saves: what poolings and unread inputs must be worth, since another graph is profiled anew."""
 
-MAX_POOLS = {aten.max_pool1d.default: 1, aten.max_pool2d.default: 2, aten.max_pool3d.default: 3}
-"""By op, the dimensions that its indices count in."""
-
-CONVOLUTIONS = (
-    *(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default),
-    *(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
-    *(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
-)
-SHAPE_ONLY = (
-    *(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default),
-    *(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
-    aten.pad.default,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a call is to save no longer."""
-
-    masks: bool = False
-    """Masks wider than a byte."""
-    indices: bool = False
-    """Indices wider than need be."""
-    input: bool = False
-    """Its input."""
+_UNREAD = by_op(UnreadInput)
+_WITH_INDICES = by_op(NarrowIndices)
 
 
 class CompressSaved:
@@ -162,7 +137,7 @@ def notes_of(captured: Captured) -> Iterator[str]:
 
 def _masks(profiled: Profiled, free: list[bool]) -> dict[int, Wish]:
     """Return the calls that may draw a mask and save it."""
-    if profiled.devices[0].type != "cpu":
+    if not may_narrow_masks(profiled.devices[0].type):
         return {}
     return {
         node.index: Wish(masks=True)
@@ -202,23 +177,24 @@ def _indices_and_inputs(
 
 def _index_bytes(profiled: Profiled, call: fx.Node, k: int) -> tuple[int, int]:
     """Return the bytes of the indices that ``call``, the ``k``-th, saves, and those of narrow ones; 0 if they stay."""
-    op, internals = op_of(call.target), _internals(profiled, profiled.profile.nodes[k])
-    if op not in MAX_POOLS or not internals or profiled.devices[0].type != "cpu":
+    internals = _internals(profiled, profiled.profile.nodes[k])
+    fact = by_op(NarrowIndices, profiled.devices[0].type).get(op_of(call.target))
+    if fact is None or not internals:
         return 0, 0
     (_, given), *_ = profiled.arguments[k]
     if given.storage < 0 or split_dim(given.size, given.stride) is None:
         return 0, 0
     nbytes = profiled.profile.storages[internals[-1]].nbytes
-    dtype = index_dtype(math.prod(given.size[-MAX_POOLS[op] :]))
+    dtype = index_dtype(math.prod(given.size[-fact.num_dims :]))
     return nbytes, nbytes * dtype.itemsize // torch.int64.itemsize
 
 
 def _is_unread(call: fx.Node, profiled: Profiled, k: int) -> bool:
     """True if the backward of ``call``, the ``k``-th, only looks at its input's geometry."""
-    op = op_of(call.target)
-    if op in CONVOLUTIONS:
+    fact = _UNREAD.get(op_of(call.target))
+    if fact is not None and fact.if_others_frozen:
         return not any(view.requires_grad for place, view in profiled.arguments[k] if place)
-    return op in MAX_POOLS or op in SHAPE_ONLY
+    return fact is not None
 
 
 def _inputs(profiled: Profiled, call: fx.Node, k: int) -> list[int]:
@@ -230,7 +206,7 @@ def _inputs(profiled: Profiled, call: fx.Node, k: int) -> list[int]:
     if view.storage in node.saves:
         return [view.storage]
     internals = _internals(profiled, node)
-    return internals[:-1] if op_of(call.target) in MAX_POOLS else internals[:1]  # the last of a max pooling are indices
+    return internals[:-1] if op_of(call.target) in _WITH_INDICES else internals[:1]  # the last are the indices
 
 
 def _call_of(node: fx.Node, views: dict[int, View]) -> object:
@@ -255,7 +231,7 @@ def _leaner(
     if device_type is not None and any(view.storage < 0 and view.requires_grad for view in views.values()):
         return None  # autocast casts a leaf once for all its uses, so their gradients add up before they are cast back
     graph = _parts(node, views, device, autocast)
-    if graph is None or not _exchanged(graph, wish):
+    if graph is None or not exchanged(graph, wish):
         return None
     *parts, output = graph.nodes
     if output.args[0] is not parts[-1] or any(part.op not in ("placeholder", "call_function") for part in parts):
@@ -307,125 +283,3 @@ def _parts(node: fx.Node, views: dict[int, View], device: torch.device, autocast
 def _fake(view: View, device: torch.device) -> torch.Tensor:
     fake = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
     return made_outside(fake) if view.requires_grad else fake
-
-
-def _exchanged(graph: fx.Graph, wish: Wish) -> bool:
-    """Write the forms that save less into ``graph``; tell if there are any."""
-    exchange = _exchange_dropout if wish.masks else lambda node: _exchange_pool_or_input(node, wish)
-    found = [exchange(node) for node in list(graph.nodes)]
-    if any(found):
-        _join_matmuls(graph)
-        for node in list(graph.nodes):
-            _exchange_softmax(node)
-        graph.eliminate_dead_code()  # what a trace notes for autograd
-    return any(found)
-
-
-def _join_matmuls(graph: fx.Graph) -> None:
-    """Write ``matmul`` for the ops that it consists of: it runs the same ones, in C++."""
-    nodes = list(graph.nodes)
-    for k, product in enumerate(nodes):
-        if product.target is not aten.bmm.default:
-            continue
-        inputs = [node for operand in product.args if (node := _expanded(operand)) is not None]
-        if len(inputs) != 2 or any(node.meta["val"].dim() < 3 for node in inputs):
-            continue  # with fewer dimensions it depends on autograd which ops it consists of
-        traced = make_fx(torch.matmul)(*[node.meta["val"] for node in inputs]).graph.nodes
-        pattern = [node for node in traced if node.op == "call_function"]
-        start = k - [node.target for node in pattern].index(aten.bmm.default)
-        found = nodes[start : start + len(pattern)]
-        if _is_same(pattern, found, dict(zip(traced, inputs, strict=False))):
-            *others, last = found
-            _exchange(last, aten.matmul.default, tuple(inputs), *reversed(others))
-
-
-def _expanded(operand: Any) -> fx.Node | None:
-    """Return what ``operand``, of a batched product, is an expanded view or copy of."""
-    while operand.target in (aten.clone.default, aten.view.default, aten._unsafe_view.default):
-        operand = operand.args[0]
-    return operand.args[0] if operand.target is aten.expand.default else None
-
-
-def _is_same(pattern: list[fx.Node], found: list[fx.Node], known: dict[fx.Node, fx.Node]) -> bool:
-    """Tell if ``found`` does what ``pattern`` does, and nobody else needs what is between.
-
-    ``known``: nodes of ``found`` by those of ``pattern`` they stand for; what ``pattern`` makes is added.
-    """
-    if [node.target for node in pattern] != [node.target for node in found]:
-        return False
-    for expected, node in zip(pattern, found, strict=True):
-        if fx.map_arg((expected.args, expected.kwargs), known.__getitem__) != (node.args, node.kwargs):
-            return False
-        known[expected] = node
-    return all(user in found for node in found[:-1] for user in node.users)
-
-
-def _exchange(last: fx.Node, form: Target, args: tuple[Any, ...], *others: fx.Node) -> bool:
-    """Write ``form(*args)`` for ``last`` and for what only it needs: ``others``, from the last to the first."""
-    with last.graph.inserting_before(last):
-        call = last.graph.call_function(form, args)
-    call.meta = dict(last.meta)
-    last.replace_all_uses_with(call)
-    for node in (last, *others):
-        last.graph.erase_node(node)
-    return True
-
-
-def _exchange_pool_or_input(node: fx.Node, wish: Wish) -> bool:
-    if node.kwargs:
-        return False
-    if node.target in POOL_BACKWARDS:
-        result, indices = node.users
-        args = (node.target, not wish.input, wish.indices, *node.args)
-        return _exchange(result, lean_max_pool, args, *indices.users, indices, node)
-    if wish.input and node.target in BACKWARDS:
-        return _exchange(node, input_unread, (node.target, *node.args))
-    if wish.input and node.target is aten.convolution.default:
-        return _exchange(node, frozen_convolution, node.args)
-    return False
-
-
-def _exchange_softmax(node: fx.Node) -> bool:
-    if node.target is not aten._safe_softmax.default or len(node.args) != 2:
-        return False
-    scores: Any = node.args[0]
-    result = aten._softmax.default(scores.meta["val"], node.args[1], False)
-    return result.stride() == node.meta["val"].stride() and _exchange(node, safe_softmax, node.args)
-
-
-def _exchange_dropout(product: fx.Node) -> bool:
-    dropped = _dropout_of(product)
-    if dropped is None:
-        return False
-    *_, noise = product.args
-    assert isinstance(noise, fx.Node)
-    x, probability = dropped
-    draw = noise.all_input_nodes[0]
-    with product.graph.inserting_before(product):
-        mask = product.graph.create_node("call_function", dropout_mask, dropped, name="mask")
-    mask.meta = {"val": x.meta["val"].to(torch.int8)}
-    return _exchange(product, masked_dropout, (x, mask, probability), noise, draw, *draw.all_input_nodes)
-
-
-_OPS_OF_A_DROPOUT = (
-    (aten.mul.Tensor, 1),
-    (aten.div_.Scalar, 0),
-    (aten.bernoulli_.float, 0),
-    (aten.empty_like.default, 0),
-)
-"""From the last to the first, with the place of the argument that the one before makes."""
-
-
-def _dropout_of(product: fx.Node) -> tuple[fx.Node, float] | None:
-    """Return the input of the dropout whose last op is ``product``, and the probability to be kept; None if it is none."""
-    chain: list[Any] = [product]
-    for target, place in _OPS_OF_A_DROPOUT:
-        if chain[-1].target is not target:
-            return None
-        chain.append(chain[-1].args[place])
-    _, division, draw, empty, x = chain
-    alone = all(len(node.users) == 1 for node in (division, draw, empty))
-    _, probability = (*draw.args, 0.5)[:2]  # a trace leaves out what is the default
-    same = product.args[0] is x and division.args[1] == probability and empty.kwargs == {}
-    wide = product.meta["val"].dtype.itemsize > 1
-    return (x, probability) if alone and same and wide else None

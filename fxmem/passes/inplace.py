@@ -4,7 +4,8 @@ In: a :class:`Profiled`. Out: an :class:`InplaceDecision` for every op that has 
 with the proved ones in place. An in-place op needs no memory of its own while it runs. It is legal when nobody needs
 the old value: no other node saves, reads or aliases the overwritten storage, it belongs to the graph (no parameter,
 buffer, input or output), and the result has its geometry. Only forms whose backward computes the same bits from the
-result are considered (``elu_`` and ``silu_`` do not), as :mod:`fxmem.runtime.inplace_ops` has them. Where the model
+result are considered (``elu_`` and ``silu_`` do not): the rows of :mod:`fxmem.op_facts.saving`, written in
+:mod:`fxmem.runtime.inplace_ops`. Where the model
 itself clips in place, what changes is that no copy of the input is saved: legal where the result is neither written
 over later nor an output.
 """
@@ -12,7 +13,6 @@ over later nor an output.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,37 +21,14 @@ from torch import fx
 
 from fxmem.capture.graph import Captured, with_unused_state
 from fxmem.ir import InplaceDecision
+from fxmem.op_facts.kinds import InPlaceForm
+from fxmem.op_facts.lookup import by_op
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.profiling.profile import Profiled
-from fxmem.runtime.inplace_ops import (
-    add_,
-    hardtanh_,
-    hardtanh_in_place,
-    leaky_relu_,
-    relu6_,
-    relu6_in_place,
-    relu_,
-    sigmoid_,
-    sub_,
-    tanh_,
-)
+from fxmem.runtime.inplace_ops import FORMS
 from fxmem.runtime.scoped_ops import Scoped, op_of
 
-aten = torch.ops.aten
-
-INPLACE_FORMS: dict[Any, Callable[..., Any]] = {
-    aten.relu.default: relu_,
-    aten.relu6.default: relu6_,
-    aten.relu6_.default: relu6_in_place,
-    aten.leaky_relu.default: leaky_relu_,
-    aten.hardtanh.default: hardtanh_,
-    aten.hardtanh_.default: hardtanh_in_place,
-    aten.sigmoid.default: sigmoid_,
-    aten.tanh.default: tanh_,
-    aten.add.Tensor: add_,
-    aten.sub.Tensor: sub_,
-}
-"""Ops and the forms that write the result over the first argument."""
+_IN_PLACE = by_op(InPlaceForm)
 
 
 @dataclass(frozen=True)
@@ -74,19 +51,15 @@ def decide(profiled: Profiled) -> tuple[InplaceDecision, ...]:
         uses.last_write.update(dict.fromkeys(node.writes, node.index))
     decisions = []
     for k, node in enumerate(calls):
-        form = INPLACE_FORMS.get(op_of(node.target))
-        if form is None:
+        fact = _IN_PLACE.get(op_of(node.target))
+        if fact is None:
             continue
-        unsaved = _why_result_not_saved(profiled, k, uses, node) if form in _SAVE_RESULT else ""
+        unsaved = _why_result_not_saved(profiled, k, uses, node) if fact.saves_result else ""
         decisions.append(_decide(profiled, k, uses, unsaved))
-        if form in _SAVE_RESULT and not decisions[-1].why_not:
+        if fact.saves_result and not decisions[-1].why_not:
             (_, result), *_ = profiled.outputs[k]
             uses.savers.setdefault(result.storage, set()).add(k)
     return tuple(decisions)
-
-
-_SAVE_RESULT = (hardtanh_, hardtanh_in_place, relu6_, relu6_in_place)
-"""Forms that save their result, where the op they stand for saves its input."""
 
 
 def _decide(profiled: Profiled, k: int, uses: _Uses, why_not: str) -> InplaceDecision:
@@ -157,7 +130,7 @@ def in_place(captured: Captured, decisions: tuple[InplaceDecision, ...]) -> Capt
     for node in captured.graph_module.graph.nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
         if node.name in proved:
-            form = INPLACE_FORMS[op_of(node.target)]
+            form = FORMS[_IN_PLACE[op_of(node.target)].form]
             env[node].target = Scoped(form, node.target.region) if isinstance(node.target, Scoped) else form
     graph.lint()
     module = fx.GraphModule(captured.graph_module, graph, class_name="Captured")

@@ -17,11 +17,13 @@ from fnmatch import fnmatchcase
 
 from fxmem.errors import InputError
 from fxmem.ir import KEEP, FrontierPoint, GraphProfile, NodeProfile, Plan
+from fxmem.op_facts import names_of
+from fxmem.op_facts.kinds import RoutingDecision
 from fxmem.planners.simulate import simulate
 
 Rule = tuple[str | Callable[[NodeProfile], bool], str]
 ACTIONS = ("save", "recompute")
-ROUTING = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "bucketize", "searchsorted"})
+ROUTING = frozenset(name.removeprefix("aten.") for name in names_of(RoutingDecision))
 """Ops whose last output is integers that decide where values go."""
 
 

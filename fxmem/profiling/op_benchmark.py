@@ -29,8 +29,9 @@ import torch
 
 from fxmem import disk_cache as disk
 from fxmem.ir import GraphProfile, NodeProfile, Recipe
+from fxmem.op_facts.kinds import TimeDependsOnValues
+from fxmem.op_facts.lookup import by_op
 from fxmem.profiling.profile import NodeTimer, Profiled
-from fxmem.profiling.roofline import GROUPED_MATMULS
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward
 from fxmem.runtime.layout import View
 from fxmem.runtime.recompute import NodeReplay, SavedInRerun, leaves_of
@@ -55,8 +56,7 @@ EVICTING_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """What is written between runs: more than a core's own cache, or a GPU's."""
 WAITING_CYCLES = 1_000_000
 """Of a GPU's clock, about half a millisecond: longer than Python takes to launch an op's kernels."""
-GROUPED = frozenset({*(op.default for op in GROUPED_MATMULS), *(getattr(torch, op.__name__) for op in GROUPED_MATMULS)})
-"""What takes integers that say where groups end."""
+_BY_VALUES = by_op(TimeDependsOnValues)
 
 
 class Seconds(NamedTuple):
@@ -206,7 +206,7 @@ def _measure_all(profiled: Profiled, device: torch.device, *, cache: bool) -> di
 @functools.cache
 def _source() -> str:
     """Return a digest of the code that decides what a time is."""
-    return disk.digest_of_source("fxmem.profiling.op_benchmark", "fxmem.runtime.recompute")
+    return disk.digest_of_source("fxmem.profiling.op_benchmark", "fxmem.runtime.recompute", "fxmem.op_facts.costs")
 
 
 _remembered: dict[str, dict[str, Seconds | None]] = {}
@@ -278,7 +278,7 @@ def _measure(job: _Job, device: torch.device) -> Seconds | None:
         return None
     try:
         bases = {view.storage: _made_up(view, device) for _, view in node.refs}
-        if op_of(node.target) in GROUPED:
+        if op_of(node.target) in _BY_VALUES:
             _make_groups_equal([view for _, view in node.refs], bases)
         saved = SavedInRerun()
         with saved, autocast_as_in_forward(autocast, (device,)):

@@ -16,13 +16,15 @@ import torch
 from fxmem.capture.graph import Captured, Inputs, count_of_batches, source_of
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.ir import GraphProfile, NodeProfile, Recipe, Storage
+from fxmem.op_facts.kinds import Elementwise
+from fxmem.op_facts.lookup import by_op
+from fxmem.profiling.observation import NodeObservation, Observation
+from fxmem.profiling.op_effects import UPDATES
 from fxmem.profiling.optimizer_step import Seen, clears_all
 from fxmem.profiling.recompute_peaks import Rerun, rerun
-from fxmem.profiling.step_trace import STATISTICS, NodeObservation, Observation, observe
+from fxmem.profiling.step_trace import observe
 from fxmem.profiling.ticks import managed_storages, ticks_of
 from fxmem.profiling.training_step import BARE, TrainingStep, usual_gradients
-from fxmem.runtime.compressed_ops import masked_dropout
-from fxmem.runtime.inplace_ops import ELEMENTWISE
 from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import callable_of
 from fxmem.runtime.recompute import NodeReplay, Replay
@@ -137,21 +139,7 @@ class _Builder:
                 reasons |= {s: reasons.get(s, why) for s in self._made(group)}
         good = [(group, *one) for group, one in zip(groups, found, strict=True) if one is not None]
         replays = [replay for _, replay, _ in good]
-        recipe_of = {p: r for r, replay in enumerate(replays) for p in replay.products}
-        saves = Counter(s for node in self.seen.nodes for s in node.saves)
-        storages = tuple(
-            Storage(
-                index=i,
-                name=self._name(serial),
-                nbytes=self.nbytes[serial],
-                creator=self.creator[serial],
-                internal=self._is_internal(serial),
-                recipe=recipe_of.get(i),
-                why_kept="" if i in recipe_of else reasons.get(serial) or self._node_reason(self.creator[serial]),
-                num_saves=saves[serial],
-            )
-            for i, serial in enumerate(self.managed)
-        )
+        storages = self._storages(replays, reasons)
         nodes = tuple(self._node(node) for node in self.seen.nodes)
         recipes = tuple(
             Recipe(
@@ -186,6 +174,24 @@ class _Builder:
             draws_on=tuple(tuple(sorted(n.draws_on, key=str)) for n in self.seen.nodes),
             seen=self.seen.seen,
             reruns=self.reruns,
+        )
+
+    def _storages(self, replays: list[Replay], reasons: dict[int, str]) -> tuple[Storage, ...]:
+        """Describe the managed storages. ``reasons``: by serial, why one is no product of a recipe."""
+        recipe_of = {p: r for r, replay in enumerate(replays) for p in replay.products}
+        saves = Counter(s for node in self.seen.nodes for s in node.saves)
+        return tuple(
+            Storage(
+                index=i,
+                name=self._name(serial),
+                nbytes=self.nbytes[serial],
+                creator=self.creator[serial],
+                internal=self._is_internal(serial),
+                recipe=recipe_of.get(i),
+                why_kept="" if i in recipe_of else reasons.get(serial) or self._node_reason(self.creator[serial]),
+                num_saves=saves[serial],
+            )
+            for i, serial in enumerate(self.managed)
         )
 
     # -- naming ---------------------------------------------------------------------------------------------------------
@@ -247,11 +253,12 @@ class _Builder:
         for s in node.writes:
             if s not in self.index:
                 return f"{node.node.name} writes {self.seen.statics.get(s, 'memory from outside the graph')}"
+        updates = UPDATES.get(op_of(node.node.target))
         for place, view, version in node.reads:
             s = view.storage
             if place in node.updates:
                 continue
-            if place in STATISTICS.get(op_of(node.node.target), ())[:2] and not self._is_counted(s):
+            if updates is not None and place in updates.places and not self._is_counted(s):
                 return f"{node.node.name} reads running statistics, whose updates no count of batches tells"
             final = self.seen.versions.get(s, 0)
             if self._place(s) is None:
@@ -353,8 +360,7 @@ class _Builder:
         )
 
 
-_UNTAGGED = frozenset({torch.ops.aten.hardswish.default, torch.ops.aten.hardswish_.default, masked_dropout})
-"""Elementwise ops that nobody has tagged as pointwise."""
+_UNTAGGED = by_op(Elementwise)
 
 
 def _is_elementwise(op: object) -> bool:
@@ -362,4 +368,4 @@ def _is_elementwise(op: object) -> bool:
     if isinstance(op, OpOverload):
         own = op.namespace == "aten" and not is_composite(op)
         return own and (torch.Tag.pointwise in op.tags or op in _UNTAGGED)
-    return op in ELEMENTWISE or op in _UNTAGGED
+    return op in _UNTAGGED

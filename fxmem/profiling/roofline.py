@@ -8,24 +8,29 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from fxmem.op_facts.kinds import Flops
+from fxmem.op_facts.lookup import by_op
 from fxmem.torch_private import OpOverload
-
-GROUPED_MATMULS = (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
-"""Of mixtures of experts; torch has no formula for them."""
 
 
 def flops_of(op: OpOverload, args: Any, kwargs: Any, output: Any) -> int:
     """Return the FLOPs of one dispatched op by torch's formulas; 0 for ops that have none, elementwise ones above all."""
-    if op.overloadpacket in GROUPED_MATMULS:
-        return _grouped_flops(args[0], args[1], output)
+    own = _WITHOUT_FORMULA.get(op)
+    if own is not None:
+        return _FORMULAS[own.formula](args, output)
     count = flop_registry.get(op.overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=output))
 
 
-def _grouped_flops(a: torch.Tensor, b: torch.Tensor, output: torch.Tensor) -> int:
+def grouped_matmul_flops(args: Any, output: torch.Tensor) -> int:
     """Return the FLOPs of matmuls, one for each group; of two matrices each has a part of the inner dimension."""
+    a, b, *_ = args
     num_parts = output.shape[0] if a.dim() == b.dim() == 2 else 1
-    return 2 * output.numel() * a.shape[-1] // max(1, num_parts)
+    return int(2 * output.numel() * a.shape[-1] // max(1, num_parts))
+
+
+_WITHOUT_FORMULA = by_op(Flops)
+_FORMULAS = {function.__name__: function for function in (grouped_matmul_flops,)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Running a captured graph's training step on fakes, node by node, and writing down all that happens.
 
 In: a captured graph, its inputs and step. Out: an :class:`Observation`: per node what it reads, makes, writes
-and saves, and the stream of allocations, frees, unpacks and releases of the whole step. Nothing is concluded from an
-op's name; what an op does is seen from autograd and from dispatch.
+and saves, and the stream of allocations, frees, unpacks and releases of the whole step. What an op does is seen from
+autograd and from dispatch; what these do not show is taken from :mod:`fxmem.op_facts`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,91 +20,14 @@ from fxmem.capture.graph import Captured, Inputs, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, gradients_untouched
 from fxmem.ir import Phase, StaticBytes
+from fxmem.profiling.observation import Event, NodeObservation, Observation
+from fxmem.profiling.op_effects import UPDATES, why_not_again, work_of, written_by
 from fxmem.profiling.optimizer_step import Seen, SteadyOptimizer, steady_state
-from fxmem.profiling.roofline import flops_of
-from fxmem.profiling.storage_tracker import StorageTracker, has_storage, parts_of, tensors_of
+from fxmem.profiling.storage_tracker import StorageTracker, parts_of, tensors_of
 from fxmem.profiling.training_step import Gradients, TrainingStep, default_loss, gradients_of, run_step
-from fxmem.runtime.frozen_batch_norm import frozen_batch_norm
 from fxmem.runtime.layout import View
 from fxmem.runtime.scoped_ops import op_of
-from fxmem.torch_private import TreeSpec, is_view, schema_of, storage_key, tree_flatten, tree_leaves, version_of
-
-aten = torch.ops.aten
-
-STATISTICS = dict.fromkeys((aten.batch_norm.default, aten.instance_norm.default, frozen_batch_norm), (3, 4, 5))
-"""Places of running mean, running variance, and of the flag that batch statistics are computed from the batch. Then the
-running ones are updated and not read: without them the op makes the same (NOTE [Same bits on a re-run], 6)."""
-
-_UPDATING = {
-    **dict.fromkeys(
-        (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default), (3, 4, 5)
-    ),
-    **dict.fromkeys((aten.batch_norm_gather_stats.default, aten.batch_norm_gather_stats_with_counts.default), (3, 4)),
-    aten.batch_norm_update_stats.default: (1, 2),
-}
-"""Dispatched ops whose schemas do not say that they write running statistics: places of these, and of the flag, if there
-is one, that they do."""
-
-
-class Event(NamedTuple):
-    """``kind``: alloc, free, unpack, release (``key``: storage serial), begin, end (node index), phase."""
-
-    kind: str
-    key: int
-    nbytes: int = 0
-    phase: Phase | None = None
-
-
-@dataclass
-class NodeObservation:
-    """What one call node did. Storages are named by serial; ``version`` counts the writes seen on a storage."""
-
-    index: int
-    node: fx.Node
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-    reads: list[tuple[int, View, int]] = field(default_factory=list)
-    """(leaf place, geometry on a serial, version read)."""
-    outputs: list[tuple[int, View]] = field(default_factory=list)
-    """(output leaf place, geometry on a serial)."""
-    creates: list[int] = field(default_factory=list)
-    writes: list[int] = field(default_factory=list)
-    saves: list[int] = field(default_factory=list)
-    lets_go: list[int] = field(default_factory=list)
-    """Storages no value of the forward lies on any longer after this node."""
-    identities: list[tuple[int, bool]] = field(default_factory=list)
-    """By read: the first read of the same tensor, and whether autocast keeps a cast of it: it is a leaf, and no view."""
-    updates: tuple[int, ...] = ()
-    """Leaf places of running statistics that it updates without reading them for what it makes."""
-    draws_on: set[torch.device] = field(default_factory=set)
-    """Devices from whose generators it draws."""
-    effects: str = ""
-    flops: int = 0
-    moved_bytes: int = 0
-
-
-@dataclass
-class Observation:
-    """One whole step, as seen. ``statics``: serial -> name of the placeholder or get_attr node that provides it."""
-
-    nodes: list[NodeObservation]
-    events: list[Event]
-    statics: dict[int, str]
-    versions: dict[int, int]
-    outputs: frozenset[int]
-    """Storages of the graph's outputs."""
-    static: StaticBytes
-    cached_until: dict[int, int]
-    """Under autocast: the node (num_nodes: the loss) at whose end a storage would die if autograd saved nothing."""
-    devices: dict[int, torch.device]
-    """By storage serial."""
-    gradients: frozenset[int]
-    """Storages of the gradients that the backward makes and leaves behind."""
-    seen: Seen | None
-    """What other runs of the step may rely on; None if the gradients that the backward leaves cannot be told one by one, or
-    are not all on parameters."""
-    backward_flops: int
-    backward_moved_bytes: int
+from fxmem.torch_private import is_view, tree_flatten, tree_leaves, version_of
 
 
 def observe(
@@ -195,18 +117,15 @@ class _Observer:
     def _note_op(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self.current is None and not self.in_backward:
             return
-        flops, moved_bytes = _work(func, args, kwargs, output)
+        flops, moved_bytes = work_of(func, args, kwargs, output)
         if self.current is not None:
-            self.written.update(map(self.tracker.serial, _written(func, args, kwargs)))
+            self.written.update(map(self.tracker.serial, written_by(func, args, kwargs)))
             self.current.flops += flops
             self.current.moved_bytes += moved_bytes
             if torch.Tag.nondeterministic_seeded in func.tags:
                 drawn = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, torch.Tensor)]
                 self.current.draws_on.update(t.device for t in drawn)
-            if func.namespace in ("c10d", "_c10d_functional"):
-                self.current.effects = "runs a collective"
-            if any(isinstance(leaf, torch.Generator) for leaf in (*args, *kwargs.values())):
-                self.current.effects = "draws from a generator of its own"
+            self.current.effects = why_not_again(func, args, kwargs) or self.current.effects
         else:
             self.backward_work[0] += flops
             self.backward_work[1] += moved_bytes
@@ -389,9 +308,9 @@ class _Observer:
         made = {e.key for e in self.events[start:] if e.kind == "alloc"}
         if not self.written <= made | {self.tracker.serial(tensor) for _, tensor in tensors}:
             record.effects = record.effects or "writes to a tensor that is none of its arguments"
-        *statistics, from_batch = STATISTICS.get(op_of(node.target), (0,))
-        if statistics and record.leaves[from_batch]:
-            record.updates = tuple(place for place, _ in tensors if place in statistics)
+        updates = UPDATES.get(op_of(node.target))
+        if updates is not None and record.leaves[updates.flag]:
+            record.updates = tuple(place for place, _ in tensors if place in updates.places)
         updated: list[int] = []
         for (place, tensor), version in zip(tensors, before, strict=True):
             serial = self.tracker.serial(tensor)
@@ -433,29 +352,3 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 seen.add(used)
                 result[node].append(used)
     return result
-
-
-def _work(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
-    """Return (FLOPs, bytes moved) of one dispatched op; views do neither."""
-    results = [t for t in tree_leaves(output) if has_storage(t)]
-    operands = [t for t in tree_leaves((args, kwargs)) if has_storage(t)]
-    flops = flops_of(func, args, kwargs, output)
-    if not schema_of(func).is_mutable and all(storage_key(r) in _keys(operands) for r in results):
-        return flops, 0
-    return flops, sum(t.numel() * t.element_size() for t in (*results, *operands))
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an op writes by its schema, and the running statistics it updates."""
-    mean, var, *flag = _UPDATING.get(func, (-1, -1))
-    unsaid = (mean, var) if all(args[place] for place in flag) else ()
-    if not (schema_of(func).is_mutable or func in _UPDATING):
-        return
-    for place, argument in enumerate(schema_of(func).arguments):
-        if argument.is_write or place in unsaid:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (t for t in tree_leaves(value) if has_storage(t))
-
-
-def _keys(tensors: list[torch.Tensor]) -> set[int]:
-    return {storage_key(t) for t in tensors}

@@ -13,6 +13,8 @@ from typing import Any, TypeGuard
 
 import torch
 
+from fxmem.op_facts.kinds import QueryOnly
+from fxmem.op_facts.lookup import by_namespace
 from fxmem.profiling.caching_allocator import Allocation
 from fxmem.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
@@ -111,7 +113,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a fake tensor answers queries such as prim.device through dispatch
+        if func.namespace in _QUERIES:
             return func(*args, **kwargs)
         self._see((args, kwargs), counted=False)
         output = func(*args, **kwargs)
@@ -129,6 +131,7 @@ class StorageTracker(TorchDispatchMode):
 
 _indices, _values = torch.ops.aten._indices.default, torch.ops.aten._values.default
 """Of any sparse tensor; the methods without an underscore want a coalesced one."""
+_QUERIES = by_namespace(QueryOnly)
 
 
 def has_storage(leaf: object) -> TypeGuard[torch.Tensor]:

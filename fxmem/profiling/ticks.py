@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from fxmem.errors import ProfileError
 from fxmem.ir import Phase, Tick
-from fxmem.profiling.step_trace import Observation
+from fxmem.profiling.observation import Observation
 
 
 def managed_storages(seen: Observation) -> list[int]:

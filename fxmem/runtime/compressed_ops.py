@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from fxmem.op_facts.kinds import CompressedForm
+from fxmem.op_facts.lookup import by_op, own_op, resolved
 from fxmem.torch_patches import in_batched_backward
 from fxmem.torch_private import (
     FakeTensor,
@@ -81,6 +83,7 @@ def dropout_mask(x: torch.Tensor, probability: float) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.int8).bernoulli_(probability)  # the CPU widens int8 faster than bool
 
 
+@own_op
 def masked_dropout(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
     """Return ``x`` with each element zero or, where ``mask`` has a 1, divided by ``probability``; the mask is saved."""
     return cast(torch.Tensor, _Dropout.apply(x, mask, probability))  # type: ignore[no-untyped-call]
@@ -146,17 +149,9 @@ def with_defaults(op: Overload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args, *(argument.default_value for argument in schema_of(op).arguments[len(args) :]))
 
 
+_FORMS = by_op(CompressedForm)
 BACKWARDS: dict[Overload, Overload] = {
-    aten.avg_pool2d.default: aten.avg_pool2d_backward.default,
-    aten.avg_pool3d.default: aten.avg_pool3d_backward.default,
-    aten._adaptive_avg_pool2d.default: aten._adaptive_avg_pool2d_backward.default,
-    aten._adaptive_avg_pool3d.default: aten._adaptive_avg_pool3d_backward.default,
-    aten.reflection_pad1d.default: aten.reflection_pad1d_backward.default,
-    aten.reflection_pad2d.default: aten.reflection_pad2d_backward.default,
-    aten.reflection_pad3d.default: aten.reflection_pad3d_backward.default,
-    aten.replication_pad1d.default: aten.replication_pad1d_backward.default,
-    aten.replication_pad2d.default: aten.replication_pad2d_backward.default,
-    aten.replication_pad3d.default: aten.replication_pad3d_backward.default,
+    op: resolved(fact.backward) for op, fact in _FORMS.items() if fact.form == "input_unread"
 }
 """Ops whose backward takes their input after the gradient, then their other arguments, and does not read the input."""
 
@@ -210,8 +205,7 @@ def frozen_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 # -- max pooling -------------------------------------------------------------------------------------------------------
 
 POOL_BACKWARDS: dict[Overload, Any] = {
-    aten.max_pool2d_with_indices.default: aten.max_pool2d_with_indices_backward,
-    aten.max_pool3d_with_indices.default: aten.max_pool3d_with_indices_backward,
+    op: resolved(fact.backward) for op, fact in _FORMS.items() if fact.form == "lean_max_pool"
 }
 
 
@@ -222,8 +216,7 @@ class _MaxPool(torch.autograd.Function):
     ) -> torch.Tensor:
         result, indices = op(x, *args)
         if narrows:
-            dims = 2 if op is aten.max_pool2d_with_indices.default else 3
-            indices = indices.to(index_dtype(math.prod(x.shape[-dims:])))
+            indices = indices.to(index_dtype(math.prod(x.shape[-_FORMS[op].num_dims :])))
         ctx.save_for_backward(indices, *((x,) if saves_input else ()))
         ctx.geometry, ctx.op, ctx.args = Geometry.of(x), op, args
         return cast(torch.Tensor, result)

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import torch
 
+from fxmem.op_facts.lookup import own_op
+
 aten = torch.ops.aten
 
 
@@ -42,6 +44,7 @@ class _FrozenBatchNorm(torch.autograd.Function):
         return (found[0], *[None] * 7)
 
 
+@own_op
 def frozen_batch_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,

@@ -14,10 +14,12 @@ Two of autograd's own in-place ops would not do:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
+from fxmem.op_facts.lookup import own_op
 from fxmem.torch_private import is_view
 
 aten = torch.ops.aten
@@ -38,31 +40,37 @@ def _no_view(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, _Alias.apply(x)) if is_view(x) else x  # type: ignore[no-untyped-call]
 
 
+@own_op
 def add_(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> torch.Tensor:
     """Return ``x + alpha * other`` in the memory of ``x``."""
     return _no_view(x).add_(other, alpha=alpha)
 
 
+@own_op
 def sub_(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> torch.Tensor:
     """Return ``x - alpha * other`` in the memory of ``x``."""
     return _no_view(x).sub_(other, alpha=alpha)
 
 
+@own_op
 def relu_(x: torch.Tensor) -> torch.Tensor:
     """Return ``relu(x)`` in the memory of ``x``."""
     return _no_view(x).relu_()
 
 
+@own_op
 def leaky_relu_(x: torch.Tensor, negative_slope: float = 0.01) -> torch.Tensor:
     """Return ``leaky_relu(x)`` in the memory of ``x``."""
     return cast(torch.Tensor, aten.leaky_relu_.default(_no_view(x), negative_slope))
 
 
+@own_op
 def sigmoid_(x: torch.Tensor) -> torch.Tensor:
     """Return ``sigmoid(x)`` in the memory of ``x``."""
     return _no_view(x).sigmoid_()
 
 
+@own_op
 def tanh_(x: torch.Tensor) -> torch.Tensor:
     """Return ``tanh(x)`` in the memory of ``x``."""
     return _no_view(x).tanh_()
@@ -83,27 +91,43 @@ class _Hardtanh(torch.autograd.Function):
         return aten.hardtanh_backward.default(grad, result, *ctx.bounds), None, None
 
 
+@own_op
 def hardtanh_in_place(x: torch.Tensor, min_val: float = -1.0, max_val: float = 1.0) -> torch.Tensor:
     """Return ``x``, clipped to the bounds, as ``aten.hardtanh_`` does where a model calls it, on a part of a tensor too."""
     return cast(torch.Tensor, _Hardtanh.apply(x, min_val, max_val))  # type: ignore[no-untyped-call]
 
 
+@own_op
 def relu6_in_place(x: torch.Tensor) -> torch.Tensor:
     """Return ``x``, clipped to 0 and 6, as ``aten.relu6_`` does where a model calls it."""
     return hardtanh_in_place(x, 0.0, 6.0)
 
 
+@own_op
 def hardtanh_(x: torch.Tensor, min_val: float = -1.0, max_val: float = 1.0) -> torch.Tensor:
     """Return ``hardtanh(x)`` in the memory of ``x``."""
     return hardtanh_in_place(_no_view(x), min_val, max_val)
 
 
+@own_op
 def relu6_(x: torch.Tensor) -> torch.Tensor:
     """Return ``relu6(x)`` in the memory of ``x``."""
     return hardtanh_(x, 0.0, 6.0)
 
 
-ELEMENTWISE = frozenset(
-    {add_, sub_, relu_, leaky_relu_, sigmoid_, tanh_, hardtanh_, hardtanh_in_place, relu6_, relu6_in_place}
-)
-"""The forms whose kernel does not look at whether autograd is on: all of them."""
+FORMS: dict[str, Callable[..., torch.Tensor]] = {
+    form.__name__: form
+    for form in (
+        add_,
+        sub_,
+        relu_,
+        leaky_relu_,
+        sigmoid_,
+        tanh_,
+        hardtanh_,
+        hardtanh_in_place,
+        relu6_,
+        relu6_in_place,
+    )
+}
+"""By the name that :mod:`fxmem.op_facts` gives them."""

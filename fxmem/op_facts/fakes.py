@@ -1,0 +1,158 @@
+"""Ops whose fake kernels return something else than the real ones; :mod:`fxmem.fake.meta_fixups` corrects them."""
+
+from __future__ import annotations
+
+from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OpFact
+
+_CORRECTED = "test_corrected_fakes_are_as_real_tensors"
+
+FACTS: tuple[OpFact, ...] = (
+    OpFact(
+        ops=("aten.view.default", "aten._unsafe_view.default"),
+        value=FakeResult("viewed"),
+        why="the fake of a view is made by code of its own, which gives dimensions of one element other strides",
+        test="test_views_with_dimensions_of_one_element",
+    ),
+    OpFact(
+        ops=("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor"),
+        value=FakeResult("computed"),
+        why="fakes lay out dimensions of one element, and expanded ones of low precision, otherwise than kernels do",
+        test="test_ops_on_two_operands_with_expanded_dimensions_and_of_one_element",
+    ),
+    OpFact(
+        ops=("aten.native_batch_norm.default",),
+        value=FakeResult("batch_normed"),
+        why="the CPU's kernel chooses the layout of its result, and the dtype of its statistics, by rules of its own",
+        test="test_norms_and_their_gradients",
+        device="cpu",
+    ),
+    OpFact(
+        ops=("aten.native_group_norm.default",),
+        value=FakeResult("group_normed"),
+        why="the CPU's kernel chooses the layout of its result, and the dtype of its statistics, by rules of its own",
+        test="test_norms_and_their_gradients",
+        device="cpu",
+    ),
+    OpFact(
+        ops=("aten.native_layer_norm.default",),
+        value=FakeResult("layer_normed"),
+        why="the real result is contiguous whatever the input is; the CPU keeps statistics in a dtype of its own",
+        test="test_norms_and_their_gradients",
+    ),
+    OpFact(
+        ops=("aten.native_batch_norm_backward.default",),
+        value=FakeResult("batch_norm_backward"),
+        why="the CPU's kernel lays the gradient out as the input is, and makes none where none is asked for",
+        test="test_norms_and_their_gradients",
+        device="cpu",
+    ),
+    OpFact(
+        ops=("aten.native_group_norm_backward.default",),
+        value=FakeResult("group_norm_backward"),
+        why="the CPU's kernel lays the gradient out as the input is, in the input's dtype",
+        test="test_norms_and_their_gradients",
+        device="cpu",
+    ),
+    OpFact(
+        ops=("aten.native_layer_norm_backward.default",),
+        value=FakeResult("layer_norm_backward"),
+        why="the real gradient is contiguous whatever the input is",
+        test="test_norms_and_their_gradients",
+    ),
+    OpFact(
+        ops=("aten.convolution.default",),
+        value=FakeResult("convolution"),
+        why="a transposed one in three dimensions makes a result as large as its input, then resizes it: its storage "
+        "stays as large",
+        test="test_transposed_convolutions_that_make_less_than_they_take",
+        device="cpu",
+    ),
+    OpFact(
+        ops=("aten.convolution_backward.default",),
+        value=FakeResult("convolution_backward"),
+        why="oneDNN makes the weight's gradient beside the bias's, wanted or not",
+        test="test_transposed_convolutions_of_which_the_bias_learns",
+        device="cpu",
+    ),
+    OpFact(
+        ops=(
+            "aten.reflection_pad2d.default",
+            "aten.replication_pad2d.default",
+            "aten.reflection_pad3d.default",
+            "aten.replication_pad3d.default",
+        ),
+        value=FakeResult("padded"),
+        why="on the CPU channels are last in the result if they are in the input; of 2d ones until torch 2.11",
+        test="test_paddings_and_their_gradients",
+        device="cpu",
+    ),
+    OpFact(
+        ops=(
+            "aten.reflection_pad2d_backward.default",
+            "aten.replication_pad2d_backward.default",
+            "aten.reflection_pad3d_backward.default",
+            "aten.replication_pad3d_backward.default",
+        ),
+        value=FakeResult("padding_backward"),
+        why="on the CPU channels are last in the gradient if they are in the input",
+        test="test_paddings_and_their_gradients",
+        device="cpu",
+    ),
+    OpFact(
+        ops=("aten.binary_cross_entropy.default", "aten.soft_margin_loss.default"),
+        value=FakeResult("reduced_in_place"),
+        why="on the CPU the loss is reduced inside the buffer that held it for every element",
+        test=_CORRECTED,
+        device="cpu",
+    ),
+    OpFact(
+        ops=("aten.mse_loss.default", "aten.smooth_l1_loss.default"),
+        value=FakeResult("reduced_in_place"),
+        why="the loss is reduced inside the buffer that held it for every element",
+        test=_CORRECTED,
+    ),
+    OpFact(
+        ops=("aten.mkldnn_rnn_layer.default",),
+        value=FakeResult("recurrent"),
+        why="a recurrent layer of oneDNN has a workspace, whose size only a run of it tells",
+        test=_CORRECTED,
+    ),
+    OpFact(
+        ops=("aten._embedding_bag.default",),
+        value=FakeResult("embedded_bags"),
+        why="offsets and sizes that the CPU's kernel saves may have room for one element more",
+        test=_CORRECTED,
+        device="cpu",
+    ),
+    OpFact(
+        ops=("aten.clone.default",),
+        value=FakeOfSparse("sparse_clone"),
+        why="the fake kernel forgets the entries of a sparse gradient; how many merge depends on values, so none is "
+        "taken to",
+        test="test_sparse_gradients_count_by_the_entries_of_the_batch",
+    ),
+    OpFact(
+        ops=("aten._coalesce.default",),
+        value=FakeOfSparse("sparse_coalesce"),
+        why="how many entries merge depends on values; none is taken to",
+        test="test_sparse_gradients_count_by_the_entries_of_the_batch",
+    ),
+    OpFact(
+        ops=("aten.sparse_mask.default",),
+        value=FakeOfSparse("sparse_mask", place=1),
+        why="the fake kernel forgets the entries of the mask",
+        test="test_sparse_gradients_count_by_the_entries_of_the_batch",
+    ),
+    OpFact(
+        ops=("aten.add.Tensor",),
+        value=FakeOfSparse("sparse_add"),
+        why="how many entries of a sum merge depends on values; none is taken to",
+        test="test_sparse_gradients_of_a_table_that_is_read_twice",
+    ),
+    OpFact(
+        ops=("aten.add_.Tensor",),
+        value=FakeOfSparse("sparse_add_"),
+        why="how many entries of a sum merge depends on values; none is taken to",
+        test="test_sparse_gradients_count_by_the_entries_of_the_batch",
+    ),
+)

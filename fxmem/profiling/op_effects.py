@@ -1,0 +1,55 @@
+"""What one dispatched op computes, moves and writes; why it may not run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fxmem.op_facts.kinds import NeverRecompute, UpdatesOnly, WritesUnsaid
+from fxmem.op_facts.lookup import by_namespace, by_op
+from fxmem.profiling.roofline import flops_of
+from fxmem.profiling.storage_tracker import has_storage
+from fxmem.torch_private import schema_of, storage_key, tree_leaves
+
+UPDATES = by_op(UpdatesOnly)
+"""Ops that update running statistics, and do not read them where these are computed from the batch: without them the op
+makes the same (NOTE [Same bits on a re-run], 6)."""
+
+_UNSAID = by_op(WritesUnsaid)
+_NEVER_AGAIN = by_namespace(NeverRecompute)
+
+
+def why_not_again(func: Any, args: Any, kwargs: Any) -> str:
+    """Return what one dispatched op does that keeps its node from running again; empty if nothing."""
+    if any(isinstance(leaf, torch.Generator) for leaf in (*args, *kwargs.values())):
+        return "draws from a generator of its own"
+    never = _NEVER_AGAIN.get(func.namespace)
+    return "" if never is None else never.effect
+
+
+def work_of(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
+    """Return (FLOPs, bytes moved) of one dispatched op; views do neither."""
+    results = [t for t in tree_leaves(output) if has_storage(t)]
+    operands = [t for t in tree_leaves((args, kwargs)) if has_storage(t)]
+    flops = flops_of(func, args, kwargs, output)
+    if not schema_of(func).is_mutable and all(storage_key(r) in _keys(operands) for r in results):
+        return flops, 0
+    return flops, sum(t.numel() * t.element_size() for t in (*results, *operands))
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an op writes by its schema, and the running statistics it updates."""
+    fact = _UNSAID.get(func)
+    if not (schema_of(func).is_mutable or fact is not None):
+        return
+    unsaid = fact.places if fact is not None and (fact.flag is None or args[fact.flag]) else ()
+    for place, argument in enumerate(schema_of(func).arguments):
+        if argument.is_write or place in unsaid:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (t for t in tree_leaves(value) if has_storage(t))
+
+
+def _keys(tensors: list[torch.Tensor]) -> set[int]:
+    return {storage_key(t) for t in tensors}
