@@ -22,7 +22,7 @@ import torch
 
 from fxmem.capture.graph import Inputs
 from fxmem.fake.python_state import CONTAINERS
-from fxmem.torch_private import is_traceable_wrapper, version_of
+from fxmem.torch_private import is_traceable_wrapper, storage_key, version_of
 
 CONSTANTS = frozenset({bool, int, float, str, type(None)})
 VALUES: tuple[type, ...] = (
@@ -99,8 +99,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _memory(tensor: torch.Tensor) -> int:
     """Return where the storage of a tensor that has memory begins; something of its own where that is empty."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr() or id(storage)
+    return tensor.untyped_storage().data_ptr() or storage_key(tensor)
 
 
 def _constant(value: Any) -> Any:

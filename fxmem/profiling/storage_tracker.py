@@ -89,7 +89,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _add(self, tensor: torch.Tensor, *, counted: bool) -> int:
         storage = tensor.untyped_storage()
-        key, nbytes = id(storage), storage.nbytes() if counted else 0
+        key, nbytes = storage_key(tensor), storage.nbytes() if counted else 0
         serial = self._new_serial()
         self._serials[key] = serial
         self._refs[key] = weakref.ref(storage, lambda _: self._remove(key, serial, nbytes))

@@ -29,7 +29,7 @@ import torch
 from fxmem.errors import InputError, first_lines
 from fxmem.ir import Phase
 from fxmem.runtime.autocast import Autocast, casts_kept
-from fxmem.torch_private import tree_leaves
+from fxmem.torch_private import storage_key, tree_leaves
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None
 LossFn = Callable[[Any], torch.Tensor]
@@ -117,7 +117,7 @@ def gradients_of(parameters: Sequence[torch.Tensor]) -> Gradients | None:
     if not all(grad is None or grad.layout == torch.strided for grad in gradients):
         return None
     storages = [grad.untyped_storage() for grad in gradients if grad is not None]
-    alone = len({id(storage) for storage in storages}) == len(storages)
+    alone = len({storage_key(grad) for grad in gradients if grad is not None}) == len(storages)
     full = sum(storage.nbytes() for storage in storages) == sum(g.nbytes for g in gradients if g is not None)
     if not (alone and full):
         return None
