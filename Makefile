@@ -19,14 +19,14 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
-.PHONY: help install demo test quick test-all test-torch coverage lint types format fuzz bench plots clean distclean
+.PHONY: help install demo test quick test-all test-torch coverage lint types format fuzz bench plots docs clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '2,6s/^# //p' Makefile
 	@echo "Tests: quick, test, test-all (whole sweeps and all notebooks), coverage (of lines and branches, by make test),"
 	@echo "  test-torch TORCH=2.11.0 (the quick ones on another torch, in its own environment), fuzz (10,000 random models)"
-	@echo "Others: install lint types format bench plots clean distclean"
+	@echo "Others: install lint types format bench plots docs (the site, in build/docs) clean distclean"
 
 install: $(STAMP)
 
@@ -114,6 +114,11 @@ bench: $(STAMP)
 # The pictures of docs/images, from the committed results.
 plots: $(STAMP)
 	$(PY) -m benchmarks.plots
+
+# The site: docs/ and the API reference from the docstrings. It loads nothing from the network, so it reads from files.
+docs: $(STAMP)
+	$(PY) -m sphinx -q -W --keep-going -b html -d build/doctrees docs build/docs
+	@echo "build/docs/index.html"
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

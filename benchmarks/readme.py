@@ -51,7 +51,7 @@ def architectures() -> str:
     return (
         f"Of {ran} architectures of {names} that train when made small by their configuration, {counts['passed']} have "
         "eager's loss, gradients, buffers and random state to the bit and the predicted peak to the byte under two plans "
-        f"each, {counts['refused']} are refused with the cause named, **{counts['wrong']} "
+        f"each, {counts['refused']} are rejected with a named cause, **{counts['wrong']} "
         f"differ{'s' if counts['wrong'] == 1 else ''}**{f' ({wrong})' if wrong else ''} "
         f"(`python -m tests.architecture_table`, {results['date']})."
     )
@@ -73,18 +73,43 @@ def overhead() -> str:
 
 
 def compare() -> str:
+    """Return the comparison in three rows: per-block checkpointing beside fxmem, and where fxmem loses."""
+    rows = _compared()
+    of_kind = _by_kind(list(_verdicts(rows)))
+    per_block, fused = _per_block(of_kind["Eager peers"]), of_kind["torch.compile with inductor"]
+    ours = [row for row in rows if row.kind == "fxmem" and row.peak_bytes]
+    floors = [_least_peaks(rows, verdict.model) for verdict in per_block]
+    their_floor = statistics.median(least / eager for eager, least, _ in floors)
+    our_floor = statistics.median(floor / eager for eager, _, floor in floors)
+    our_extra = statistics.median(v.our_extra for v in per_block if v.our_extra is not None)
+    wrong = sum("BatchNorm wrong" in v.note for v in per_block)
+    ours_wrong = len({row.model for row in ours if row.buffers != "equal"})
+    reached = sum(v.our_extra is not None for v in per_block)
+    return "\n".join(
+        (
+            f"| {len(per_block)} models, one CPU thread | PyTorch's checkpointing | fxmem |",
+            "|---|---|---|",
+            f"| extra time a step in the same memory (checkpoint per block; median) | "
+            f"{statistics.median(v.peer_extra for v in per_block):+.0%} | {our_extra:+.0%} |",
+            f"| least peak over eager's (per block, selective, sequential; median) | {their_floor:.2f} | {our_floor:.2f} |",
+            f"| models whose BatchNorm statistics come out wrong | {wrong} | {ours_wrong} |",
+            "",
+            f"fxmem reaches the checkpointed peak on {reached} of {len(per_block)}. `torch.compile` fuses kernels, which "
+            "fxmem does not: beside its memory budget with inductor on the CPU fxmem loses at "
+            f"{sum(v.lost for v in fused)} of {len(fused)} points. Every number: [docs/results.md](docs/results.md), "
+            "[docs/comparison.md](docs/comparison.md).",
+        )
+    )
+
+
+def compare_table() -> str:
     """Return a table of per-block checkpointing beside fxmem on every model, and the count over all eager peers."""
     rows = _compared()
     of_kind = _by_kind(list(_verdicts(rows)))
     verdicts, fused = of_kind["Eager peers"], of_kind["torch.compile with inductor"]
     lines = []
-    for verdict in verdicts:
-        if verdict.peer != "checkpoint per block":
-            continue
-        of_model = [row for row in rows if row.model == verdict.model]
-        eager_bytes = next(row.eager_peak_bytes for row in of_model if row.eager_peak_bytes)
-        least = min(row.peak_bytes for row in of_model if row.kind in EAGER_PEERS and row.peak_bytes)
-        floor = min(row.floor_bytes for row in of_model if row.floor_bytes)
+    for verdict in _per_block(verdicts):
+        eager_bytes, least, floor = _least_peaks(rows, verdict.model)
         right = "**no**" if "BatchNorm wrong" in verdict.note else "yes"
         lines.append(
             f"| {verdict.model} | {eager_bytes / 1e6:.1f} | {verdict.peer_bytes / 1e6:.1f} | {verdict.peer_extra:+.0%} | "
@@ -107,10 +132,22 @@ def compare() -> str:
             f"loses {lost}, beyond the spread of its own pairs. Of {len(ours)} measured rows of fxmem {exact} have bitwise "
             "eager's gradients and buffers and the predicted peak, exactly. torch.compile's memory budget recomputes "
             f"inside kernels that inductor fuses, and wins on the CPU: beside it fxmem loses at "
-            f"{sum(v.lost for v in fused)} of {len(fused)} points. All ways, and where fxmem loses: "
-            "[docs/comparison.md](docs/comparison.md).",
+            f"{sum(v.lost for v in fused)} of {len(fused)} points. All peers, and where fxmem loses: "
+            "[comparison.md](comparison.md).",
         )
     )
+
+
+def _per_block(verdicts: list[Verdict]) -> list[Verdict]:
+    return [verdict for verdict in verdicts if verdict.peer == "checkpoint per block"]
+
+
+def _least_peaks(rows: list[Row], model: str) -> tuple[int, int, int]:
+    """Return eager's peak, the least peak of the eager peers and fxmem's, in bytes."""
+    of_model = [row for row in rows if row.model == model]
+    eager_bytes = next(row.eager_peak_bytes for row in of_model if row.eager_peak_bytes)
+    least = min(row.peak_bytes for row in of_model if row.kind in EAGER_PEERS and row.peak_bytes)
+    return eager_bytes, least, min(row.floor_bytes for row in of_model if row.floor_bytes)
 
 
 def comparison_page() -> str:
@@ -177,7 +214,7 @@ def published() -> str:
         f"Beside the papers' own figures, on their networks, batches and cards, by exact memory and estimated time: of "
         f"{len(overheads)} published points (MONeT, Chen, memonger, ColossalAI) fxmem's overhead is lower at {better} in "
         f"the same memory, and its largest batch within 16 GB is larger than Checkmate's on {met} of {len(batches)} "
-        "networks: [docs/published.md](docs/published.md)."
+        "networks: [published.md](published.md)."
     )
 
 
@@ -299,13 +336,16 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "overhead": overhead,
     "compare": compare,
+    "compare_table": compare_table,
     "published": published,
 }
+FILLED = ("README.md", "docs/results.md")
+"""Texts with sections between markers."""
 PAGES = {"comparison.md": comparison_page, "published.md": published_page}
 
 
 def filled(text: str) -> str:
-    """Return ``text`` with each section between its markers made anew."""
+    """Return ``text`` with each section between its markers written anew."""
     for name, section in SECTIONS.items():
         pattern = rf"(<!-- results:{name} -->\n).*?(<!-- /results:{name} -->)"
         text = re.sub(pattern, lambda match, s=section: f"{match[1]}{s()}\n{match[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
@@ -313,7 +353,7 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(filled(path.read_text()))
+    for path in (ROOT / name for name in FILLED):
+        path.write_text(filled(path.read_text()))
     for name, page in PAGES.items():
         (ROOT / "docs" / name).write_text(page())

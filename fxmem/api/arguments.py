@@ -67,16 +67,18 @@ DEFAULTS: Options = {
 OPTIONS_DOC = """
     Options, the same for ``optimize``, ``estimate`` and ``frontier``:
 
-    ``step``: a :class:`fxmem.TrainingStep`, or its parts: ``optimizer`` (instance, class, name or None), ``loss_fn``,
-    ``autocast``, ``accumulate`` and ``scaler``. ``planner``: ``"auto"``, ``"intervals"``, ``"mincut"`` or ``"chen"``; it
-    searches for at most about ``plan_seconds`` of CPU time, which on a busy machine takes longer by the clock. ``cost``:
-    ``"auto"`` measures op times on the model's device, for a few seconds at most
-    (:mod:`fxmem.profiling.op_benchmark`); the name of a hardware preset, such as ``"a100"``, estimates them. ``policy``:
-    rules of what must be saved or recomputed, such as ``("layers.*.attn", "save")`` or ``("relu", "recompute")``
-    (:mod:`fxmem.planners.policy`). ``inplace``: whether ops that provably may write over their input do
-    (:mod:`fxmem.passes.inplace`). ``compress_saved``: whether dropout masks, pooling indices and inputs that no backward
-    reads are saved in fewer bytes where memory is short (:mod:`fxmem.passes.compress_saved`). ``cache``: whether what
-    planning finds is kept on disk for the next process (:mod:`fxmem.disk_cache`).
+    - ``step``: a :class:`fxmem.TrainingStep`, or its parts: ``optimizer`` (instance, class, name or None), ``loss_fn``,
+      ``autocast``, ``accumulate`` and ``scaler``.
+    - ``planner``: ``"auto"``, ``"intervals"``, ``"mincut"`` or ``"chen"``.
+    - ``plan_seconds``: about how much CPU time the planner may search; on a busy machine the clock shows more.
+    - ``cost``: ``"auto"`` measures op times on the model's device, for a few seconds at most
+      (:mod:`fxmem.profiling.op_benchmark`); the name of a hardware preset, such as ``"a100"``, estimates them.
+    - ``policy``: rules of what must be saved or recomputed, such as ``("layers.*.attn", "save")`` or
+      ``("relu", "recompute")``; the first that matches a node decides (:mod:`fxmem.planners.policy`).
+    - ``inplace``: whether ops that provably may write over their input do (:mod:`fxmem.passes.inplace`).
+    - ``compress_saved``: whether dropout masks, pooling indices and inputs that no backward reads are saved in fewer bytes
+      where memory is short (:mod:`fxmem.passes.compress_saved`).
+    - ``cache``: whether what planning finds is kept on disk for the next process (:mod:`fxmem.disk_cache`).
 """
 
 

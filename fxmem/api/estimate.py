@@ -95,7 +95,7 @@ class Estimate(PlainData):
     """Live bytes over the whole step of the captured graph: forward, loss, backward, optimizer. Its peak is below
     ``peak_bytes`` by ``breakdown.held_by_code_bytes``."""
     floor_bytes: int
-    """The least peak any plan reaches."""
+    """Minimum feasible peak: the least peak of any plan found."""
     cuda: AllocatorPeaks | None
     """For a step on CUDA: what the caching allocator makes of it (:mod:`fxmem.profiling.caching_allocator`), cuBLAS's
     workspaces included."""
@@ -143,16 +143,19 @@ def estimate(
 ) -> Estimate:
     """Return what one training step of ``model`` takes, without running it.
 
-    ``model`` may lie on the meta device (it is then taken to be on ``device``, CPU by default) or be made under a
-    ``FakeTensorMode``; it must be in training mode. ``device="cuda"`` where torch finds no CUDA, or the model is on
-    the CPU, has the step on the CPU counted as CUDA's allocator would: ``Estimate.cuda``. What differs from a step
-    on a device: the CPU's kernels are chosen (attention saves other internals, norms other dtypes), the step
-    counters of an optimizer count as on the device, and cuDNN's workspaces are missing; optimizers take the
-    multi-tensor kernels that they take on CUDA, whose temporaries are as large as the parameters. Gradients
-    are taken to be absent at the start of the step (``zero_grad(set_to_none=True)``), or with ``accumulate`` to be
-    there, as left by an earlier micro-batch; the optimizer's and the scaler's state is there. Sparse gradients
-    count by as many entries as the batch has, as before coalescing. Errors: ``InputError``, ``CaptureError``,
-    ``ProfileError``.
+    - ``model``: in training mode; it may lie on the meta device (it is then taken to be on ``device``, CPU by default) or be
+      made under a ``FakeTensorMode``.
+    - ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one call's arguments.
+    - ``device="cuda"`` where torch finds no CUDA, or the model is on the CPU: the CPU's step is counted as CUDA's allocator
+      would count it (``Estimate.cuda``). It differs from a step on a device: kernels are the CPU's (attention saves other
+      hidden residuals, norms other dtypes), and cuDNN's workspaces are missing. Step counters of an optimizer and its
+      multi-tensor kernels, whose temporaries are as large as the parameters, count as on CUDA.
+
+    Gradients are absent at the start of the step (``zero_grad(set_to_none=True)``); with ``accumulate`` they are there, as an
+    earlier micro-batch leaves them. The state of optimizer and scaler is there. Sparse gradients count as many entries as
+    the batch has, before coalescing.
+
+    Errors: ``InputError``, ``CaptureError``, ``ProfileError``.
     """
     check_model(model)
     settings = without_measuring(settings_of(options), model)

@@ -31,7 +31,7 @@ class BudgetPoint(PlainData):
     overhead_ratio: float
     """``overhead_seconds`` over the estimated time of the eager step."""
     gap_ratio: float
-    """At most so much of the eager step's time could the best of all plans save."""
+    """Optimality gap: at most this share of the eager step's time could the best of all plans save."""
 
 
 class Frontier(tuple[BudgetPoint, ...]):
@@ -55,11 +55,11 @@ def frontier(
     example_kwargs: dict[str, Any] | None = None,
     **options: Unpack[Options],
 ) -> Frontier:
-    """Return the budgets at which the plan changes, falling, down to the least peak reachable.
+    """Return the budgets at which the plan changes, falling, down to the minimum feasible peak.
 
-    The first keeps everything, each call saving as little as it may. ``example_args`` (a tensor or a tuple) and
-    ``example_kwargs``: one call's arguments. Peaks are planned, not yet verified on the emitted module. Errors:
-    ``InputError``, ``CaptureError``.
+    The first point keeps all that the policy lets. ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one call's arguments.
+    Peaks are planned, not yet verified on an emitted module, in bytes; times are estimates, in seconds. Errors:
+    ``InputError``, ``CaptureError``, ``ProfileError``.
     """
     check_model(model)
     inputs, settings = example_of(model, example_args, example_kwargs), settings_of(options)

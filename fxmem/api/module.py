@@ -52,15 +52,17 @@ def optimize(
 ) -> OptimizedModule:
     """Return ``model`` as a module that trains inside a memory budget, with bitwise the same numbers.
 
-    ``model``: an ``nn.Module`` or ``fx.GraphModule``; its parameters are shared, not copied. ``example_args`` (a tensor
-    or a tuple) and ``example_kwargs``: one call's arguments to plan for now; without them the first training-mode call
-    is planned for. The bound is on the peak of the whole training step: ``budget_gb`` in 10^9 bytes, or ``budget`` in
-    bytes or as text (``"24GiB"``); with neither, what the model's CUDA device has free for it, on CPU no bound. Under
-    autocast the peak counts casts of weights until the region ends, so it is an upper bound if that is before the step
-    does.
+    - ``model``: an ``nn.Module`` or ``fx.GraphModule``; its parameters are shared, not copied.
+    - ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one call's arguments, to plan for now. Without them the
+      first training-mode call is planned for.
+    - ``budget_gb`` in 10^9 bytes, or ``budget`` in bytes or as text (``"24GiB"``): the bound on the peak of the whole
+      training step. With neither: what the model's CUDA device has free for it; on the CPU no bound.
 
-    Errors: ``InputError`` (a ``ValueError``) for arguments that cannot be used, ``InfeasibleBudgetError`` when no plan
-    fits, ``CaptureError`` when the model cannot be captured faithfully; all before anything big is allocated.
+    Under autocast the peak counts casts of weights until the region ends; if yours ends before the step does, the peak is
+    an upper bound.
+
+    Errors, all before anything big is allocated: ``InputError`` (a ``ValueError``) for arguments that cannot be used,
+    ``InfeasibleBudgetError`` when no plan fits, ``CaptureError`` when no graph does what the model does.
     """
     check_model(model)
     if "fxmem" in {*dir(type(model)), *vars(model), *model._modules, *model._parameters, *model._buffers}:
@@ -74,7 +76,11 @@ def optimize(
 
 
 class Namespace:
-    """``module.fxmem``: what fxmem knows of an optimized module. All of it is of the signature used last."""
+    """``module.fxmem``: what fxmem knows of an optimized module. All of it is of the kind of call made last.
+
+    ``original``: the model as it was given. ``settings``: what was asked for. Before a call has been planned for,
+    ``report``, ``plan`` and ``graph_module`` raise ``NotPlannedError``.
+    """
 
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
         self.original, self.settings = original, settings
@@ -83,7 +89,7 @@ class Namespace:
     def prepare(self, example_args: Any = None, example_kwargs: dict[str, Any] | None = None) -> Report:
         """Plan for a call with these arguments now, before training; return the report.
 
-        Errors: as of :func:`optimize`.
+        Errors: those of :func:`fxmem.optimize`.
         """
         inputs = example_of(self.original, example_args, example_kwargs)
         return self.compiled_for(inputs, region_of_step(self.original, self.settings.step)).report
@@ -166,7 +172,11 @@ def _with_signature(method: Callable[..., Any], other: Callable[..., Any]) -> Ca
 
 
 class OptimizedModule(torch.nn.Module):
-    """A model that trains under a plan. It has the original's parameters, buffers, submodules and state_dict keys."""
+    """A model that trains under a plan. It has the original's parameters, buffers, submodules and state_dict keys.
+
+    Training-mode calls with grad enabled run the emitted graph; the first call of each kind (shapes, dtypes, flags) plans
+    for it. All other calls run the original. ``module.fxmem`` has the report, the plan and the original.
+    """
 
     _OWN = frozenset({"_fxmem", "_fxmem_forward", "_compiled_call_impl", "forward", "_original_forward"})
     """Kept on the wrapper; ``_original_forward`` is accelerate's, beside the forward that it wraps."""

@@ -13,8 +13,11 @@ class Place(PlainData):
 
     phase: Phase
     node: str
+    """Name of the node of the captured graph; empty where the place is in none."""
     module_path: str
+    """Such as ``layers.0.mlp``; empty when unknown."""
     source_line: str
+    """The user's ``file:line``; empty when unknown."""
 
     def __str__(self) -> str:
         where = ", ".join(part for part in (self.module_path, self.source_line) if part)
@@ -28,8 +31,10 @@ class Breakdown(PlainData):
     parameters_bytes: int
     buffers_bytes: int
     inputs_bytes: int
+    """The batch: the tensors among the call's arguments."""
     optimizer_state_bytes: int
     gradients_bytes: int
+    """Of parameters and inputs, those of earlier micro-batches included."""
     activations_bytes: int
     """Outputs of the model's ops that the forward or autograd holds."""
     internals_bytes: int
@@ -37,7 +42,7 @@ class Breakdown(PlainData):
     loss_bytes: int
     """What the loss allocates outside the model."""
     temporaries_bytes: int
-    """All else: gradients on their way, scratch of a composite op, the optimizer's temporaries."""
+    """All else: gradients of activations, workspace of a composite op, the optimizer's temporaries."""
     held_by_code_bytes: int
     """What local variables and attributes of the model's own code hold longer than its graph needs."""
 

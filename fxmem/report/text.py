@@ -23,13 +23,17 @@ from fxmem.report.plots import plot_memory
 
 @dataclass(frozen=True, slots=True)
 class Row(PlainData):
-    """One storage autograd saves: where it comes from, its bytes, and what the plan does with it."""
+    """One storage that autograd saves: where it comes from, its bytes, and what the plan does with it."""
 
     name: str
+    """Name of the node that creates it; hidden residuals carry a suffix (``dropout_1.internal0``)."""
     nbytes: int
     decision: str
+    """``"keep"`` or ``"drop"``."""
     reason: str
+    """Why it may not be dropped; empty if it may."""
     source: str
+    """Module path and the user's ``file:line``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,10 @@ class Report(PlainData):
     overhead_ratio: float
     """``overhead_seconds`` over the estimated time of the eager step."""
     gap_ratio: float
-    """At most so much of the eager step's time could the best of all plans save, as proved by a lower bound."""
+    """Optimality gap: at most this share of the eager step's time could the best of all plans save (a lower bound proves
+    it)."""
     plan_seconds: float
-    """Time that capture, profile, plan, rewrite and verification took."""
+    """Time that capture, profiling, planning, emitting and verification took, by the clock."""
     static: StaticBytes
     peak_at: str
     """Node, module path and source line of the peak."""
