@@ -24,7 +24,7 @@ from fxmem.progress import log_to_stderr
 from fxmem.report.peak import Breakdown, Place
 from fxmem.report.text import Report, Row
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 log_to_stderr()
 

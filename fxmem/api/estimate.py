@@ -143,7 +143,8 @@ def estimate(
 ) -> Estimate:
     """Return what one training step of ``model`` takes, without running it.
 
-    - ``model``: in training mode; it may lie on the meta device (it is then taken to be on ``device``, CPU by default) or be
+    - ``model``: in training mode; it may lie on the meta device (it is then taken to be on ``device``, CPU by default)
+    or be
       made under a ``FakeTensorMode``.
     - ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one call's arguments.
     - ``device="cuda"`` where torch finds no CUDA, or the model is on the CPU: the CPU's step is counted as CUDA's allocator
@@ -151,9 +152,9 @@ def estimate(
       hidden residuals, norms other dtypes), and cuDNN's workspaces are missing. Step counters of an optimizer and its
       multi-tensor kernels, whose temporaries are as large as the parameters, count as on CUDA.
 
-    Gradients are absent at the start of the step (``zero_grad(set_to_none=True)``); with ``accumulate`` they are there, as an
-    earlier micro-batch leaves them. The state of optimizer and scaler is there. Sparse gradients count as many entries as
-    the batch has, before coalescing.
+    Gradients are absent at the start of the step (``zero_grad(set_to_none=True)``); with ``accumulate`` they are there,
+    as an earlier micro-batch leaves them. The state of optimizer and scaler is there. Sparse gradients count as many
+    entries as the batch has, before coalescing.
 
     Errors: ``InputError``, ``CaptureError``, ``ProfileError``.
     """

@@ -57,9 +57,9 @@ def frontier(
 ) -> Frontier:
     """Return the budgets at which the plan changes, falling, down to the minimum feasible peak.
 
-    The first point keeps all that the policy lets. ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one call's arguments.
-    Peaks are planned, not yet verified on an emitted module, in bytes; times are estimates, in seconds. Errors:
-    ``InputError``, ``CaptureError``, ``ProfileError``.
+    The first point keeps all that the policy lets. ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one
+    call's arguments. Peaks are planned, not yet verified on an emitted module, in bytes; times are estimates, in
+    seconds. Errors: ``InputError``, ``CaptureError``, ``ProfileError``.
     """
     check_model(model)
     inputs, settings = example_of(model, example_args, example_kwargs), settings_of(options)
