@@ -319,7 +319,7 @@ def _gpt2(name: str, cpu_layers: int, quick: bool = False) -> BenchModel:
     )
 
 
-def _entries() -> Iterator[BenchModel]:
+def _vision() -> Iterator[BenchModel]:
     yield _torchvision("resnet18", (8, 96), (128, 224), _RESNET, _resnet_chain, quick=True)
     yield _gpt2("gpt2_2l", 2, quick=True)
     yield BenchModel(
@@ -363,6 +363,9 @@ def _entries() -> Iterator[BenchModel]:
         gpu=_decoder_sizes(768, 12, 12, 512) | {"vocab_size": 30522},
         common=_ENCODER,
     )
+
+
+def _language_and_other() -> Iterator[BenchModel]:
     yield _transformers(
         "t5",
         "T5ForConditionalGeneration",
@@ -414,4 +417,4 @@ def _entries() -> Iterator[BenchModel]:
     yield BenchModel("resnet1001", _resnet1001, _images((4, 16), (64, 32)), cross_entropy, ("*",), _itself)
 
 
-MODELS = {entry.name: entry for entry in _entries()}
+MODELS = {entry.name: entry for entry in (*_vision(), *_language_and_other())}

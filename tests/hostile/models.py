@@ -8,8 +8,7 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 
 from tests.hostile.module_models import LoRA, first_part
-
-WIDTH = 8
+from tests.hostile.sizes import WIDTH
 
 
 class Model(nn.Module):

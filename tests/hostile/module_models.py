@@ -7,7 +7,7 @@ import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.hostile.models import WIDTH
+from tests.hostile.sizes import WIDTH
 
 # -- randomness --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,3 @@
+"""The size of the hostile models."""
+
+WIDTH = 8
