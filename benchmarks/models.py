@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.batches import Batch, images, noised, speech, tokens
 from benchmarks.libraries import import_library, import_torchvision
 from benchmarks.losses import cross_entropy, googlenet_loss, own_loss, sample_loss, segmentation_loss
 
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
 SCALES = ("cpu", "gpu")
 
 
@@ -52,45 +52,6 @@ def get(name: str) -> BenchModel:
     if name not in MODELS:
         raise KeyError(f"no benchmark model {name!r}; known: {', '.join(MODELS)}")
     return MODELS[name]
-
-
-# -- batches -----------------------------------------------------------------------------------------------------------
-
-
-def _images(cpu: tuple[int, int], gpu: tuple[int, int]) -> Callable[[str], Batch]:
-    """Random images; ``cpu`` and ``gpu`` are (batch, height)."""
-
-    def batch(scale: str) -> Batch:
-        num, size = cpu if scale == "cpu" else gpu
-        return (torch.randn(num, 3, size, size),), {}
-
-    return batch
-
-
-def _tokens(cpu: tuple[int, int], gpu: tuple[int, int], vocabulary: int = 512) -> Callable[[str], Batch]:
-    def batch(scale: str) -> Batch:
-        ids = torch.randint(3, vocabulary, cpu if scale == "cpu" else gpu)
-        return (), {"input_ids": ids, "labels": ids.clone()}
-
-    return batch
-
-
-def _speech(cpu: tuple[int, int, int], gpu: tuple[int, int, int]) -> Callable[[str], Batch]:
-    """(batch, frames, tokens)."""
-
-    def batch(scale: str) -> Batch:
-        num, frames, length = cpu if scale == "cpu" else gpu
-        return (), {"input_features": torch.randn(num, 80, frames), "labels": torch.randint(3, 512, (num, length))}
-
-    return batch
-
-
-def _noised(cpu: tuple[int, int], gpu: tuple[int, int]) -> Callable[[str], Batch]:
-    def batch(scale: str) -> Batch:
-        num, size = cpu if scale == "cpu" else gpu
-        return (torch.randn(num, 3, size, size), torch.randint(1000, (num,))), {}
-
-    return batch
 
 
 # -- models written here -----------------------------------------------------------------------------------------------
@@ -208,7 +169,7 @@ def _torchvision(
         model = import_torchvision().models.get_model(name, weights=None, num_classes=num_classes, **options)
         return model.train()
 
-    return BenchModel(name, build, _images(cpu, gpu), loss, blocks, chain, quick)
+    return BenchModel(name, build, images(cpu, gpu), loss, blocks, chain, quick)
 
 
 def _vgg16() -> BenchModel:
@@ -220,7 +181,7 @@ def _vgg16() -> BenchModel:
         model.classifier = nn.Sequential(nn.Linear(25088, 64), nn.ReLU(True), nn.Dropout(), nn.Linear(64, 10))
         return model.train()
 
-    return BenchModel("vgg16", build, _images((4, 64), (64, 224)), cross_entropy, (), _vgg_chain)
+    return BenchModel("vgg16", build, images((4, 64), (64, 224)), cross_entropy, (), _vgg_chain)
 
 
 def _vit(scale: str) -> nn.Module:
@@ -278,7 +239,7 @@ def _diffusers_unet() -> BenchModel:
         )
 
     blocks = ("*_blocks.*.resnets.*", "mid_block.resnets.*", "*_blocks.*.attentions.*", "mid_block.attentions.*")
-    return BenchModel("diffusers_unet", build, _noised((4, 32), (16, 64)), sample_loss, blocks)
+    return BenchModel("diffusers_unet", build, noised((4, 32), (16, 64)), sample_loss, blocks)
 
 
 # -- the entries -------------------------------------------------------------------------------------------------------
@@ -310,7 +271,7 @@ def _gpt2(name: str, cpu_layers: int, quick: bool = False) -> BenchModel:
     return _transformers(
         name,
         "GPT2LMHeadModel",
-        _tokens((4, 128), (8, 1024)),
+        tokens((4, 128), (8, 1024)),
         ("transformer.h.*",),
         cpu={"n_positions": 128, "n_embd": 192, "n_layer": cpu_layers, "n_head": 4},
         gpu={"n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257},
@@ -325,7 +286,7 @@ def _vision() -> Iterator[BenchModel]:
     yield BenchModel(
         "unet",
         lambda scale: UNet(8 if scale == "cpu" else 64).train(),
-        _images((4, 96), (16, 256)),
+        images((4, 96), (16, 256)),
         cross_entropy,
         ("down.*", "up.*"),
         quick=True,
@@ -343,8 +304,8 @@ def _vision() -> Iterator[BenchModel]:
     )
     yield _torchvision("convnext_tiny", (4, 64), (64, 224), ("features.*.*",))
     yield _torchvision("swin_t", (4, 64), (64, 224), ("features.*.*",))
-    yield BenchModel("vit", _vit, _images((4, 64), (64, 224)), cross_entropy, ("encoder.layers.*",))
-    yield BenchModel("mlp_mixer", _mixer, _images((4, 64), (64, 224)), cross_entropy, ("blocks.*",))
+    yield BenchModel("vit", _vit, images((4, 64), (64, 224)), cross_entropy, ("encoder.layers.*",))
+    yield BenchModel("mlp_mixer", _mixer, images((4, 64), (64, 224)), cross_entropy, ("blocks.*",))
     yield _torchvision(
         "deeplabv3_resnet50",
         (2, 64),
@@ -357,7 +318,7 @@ def _vision() -> Iterator[BenchModel]:
     yield _transformers(
         "bert",
         "BertForMaskedLM",
-        _tokens((4, 128), (32, 512)),
+        tokens((4, 128), (32, 512)),
         ("bert.encoder.layer.*",),
         cpu=_decoder_sizes(192, 6, 4, 128),
         gpu=_decoder_sizes(768, 12, 12, 512) | {"vocab_size": 30522},
@@ -369,7 +330,7 @@ def _language_and_other() -> Iterator[BenchModel]:
     yield _transformers(
         "t5",
         "T5ForConditionalGeneration",
-        _tokens((4, 64), (16, 512)),
+        tokens((4, 64), (16, 512)),
         ("encoder.block.*", "decoder.block.*"),
         cpu={"d_model": 192, "d_kv": 32, "d_ff": 768, "num_layers": 3, "num_heads": 6},
         gpu={"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
@@ -378,7 +339,7 @@ def _language_and_other() -> Iterator[BenchModel]:
     yield _transformers(
         "llama",
         "LlamaForCausalLM",
-        _tokens((4, 128), (8, 1024)),
+        tokens((4, 128), (8, 1024)),
         ("model.layers.*",),
         cpu=_decoder_sizes(192, 6, 4, 128),
         gpu=_decoder_sizes(1024, 16, 16, 1024) | {"vocab_size": 32000},
@@ -387,7 +348,7 @@ def _language_and_other() -> Iterator[BenchModel]:
     yield _transformers(
         "mixtral",
         "MixtralForCausalLM",
-        _tokens((4, 64), (8, 512)),
+        tokens((4, 64), (8, 512)),
         ("model.layers.*",),
         cpu=_decoder_sizes(128, 4, 4, 128),
         gpu=_decoder_sizes(512, 8, 8, 1024),
@@ -396,7 +357,7 @@ def _language_and_other() -> Iterator[BenchModel]:
     yield _transformers(
         "whisper",
         "WhisperForConditionalGeneration",
-        _speech((4, 256, 32), (16, 3000, 128)),
+        speech((4, 256, 32), (16, 3000, 128)),
         ("model.encoder.layers.*", "model.decoder.layers.*"),
         cpu={
             "d_model": 192, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4,
@@ -414,7 +375,7 @@ def _language_and_other() -> Iterator[BenchModel]:
         },
     )  # fmt: skip
     yield _diffusers_unet()
-    yield BenchModel("resnet1001", _resnet1001, _images((4, 16), (64, 32)), cross_entropy, ("*",), _itself)
+    yield BenchModel("resnet1001", _resnet1001, images((4, 16), (64, 32)), cross_entropy, ("*",), _itself)
 
 
 MODELS = {entry.name: entry for entry in (*_vision(), *_language_and_other())}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import readme
+from benchmarks.libraries import import_torchvision
 
 README = Path(__file__).parent.parent / "README.md"
 PAGES = (README, README.parent / "docs" / "architecture.md")
@@ -24,6 +25,7 @@ NEEDS_ACCELERATE = "TrainingArguments"
 def test_the_code_in_readme_and_docs_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     if NEEDS_ACCELERATE in block:
         pytest.importorskip("accelerate")
+        import_torchvision()  # transformers imports it
     exec(compile(block, "page", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
+from fxmem.api.estimate import Question
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
 from fxmem.ir import GraphProfile
@@ -149,13 +150,13 @@ def test_the_largest_batch_is_looked_for_with_plans_made_for_smaller_ones(monkey
     plannings = Plannings(monkeypatch)
     estimate = fxmem.estimate(Texts(), texts(64), planner="mincut", optimizer=None)
     sizes: list[int] = []
-    peak_at_batch = estimate._peak_at_batch
+    peak_at_batch = Question.peak_at_batch
 
-    def watched(size: int, budget_bytes: int | None) -> int:
+    def watched(question: Question, size: int, budget_bytes: int | None) -> int:
         sizes.append(size)
-        return peak_at_batch(size, budget_bytes)
+        return peak_at_batch(question, size, budget_bytes)
 
-    object.__setattr__(estimate, "_peak_at_batch", watched)
+    monkeypatch.setattr(Question, "peak_at_batch", watched)
     largest = estimate.max_batch_size(4 * estimate.floor_bytes, recompute=True)
     assert largest > 8
     assert plannings.count < len(sizes)  # those that an earlier plan fits are not planned for; the example was

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from benchmarks.losses import googlenet_loss, inception_loss, segmentation_loss
 from tests.zoo_models import (
+    DECODER,
+    ENCODER,
     NUM_CLASSES,
+    ROTARY_DECODER,
     VOCABULARY,
     ZooModel,
     diffusers,
@@ -25,26 +28,6 @@ from tests.zoo_models import (
     torchvision_class,
     transformers,
 )
-
-_DECODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "use_cache": False,
-}
-_ROTARY_DECODER = {**_DECODER, "intermediate_size": 256, "num_key_value_heads": 2, "attention_dropout": 0.1}
-_ENCODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 512,
-    "max_position_embeddings": 160,
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-}
 
 
 def _gpt2(layers: int) -> ZooModel:
@@ -142,7 +125,7 @@ def _language_models() -> Iterator[ZooModel]:
         "opt",
         "OPTForCausalLM",
         tokens(64),
-        **_DECODER,
+        **DECODER,
         ffn_dim=512,
         word_embed_proj_dim=128,
         dropout=0.1,
@@ -152,18 +135,18 @@ def _language_models() -> Iterator[ZooModel]:
         "gpt_neox",
         "GPTNeoXForCausalLM",
         tokens(64),
-        **_DECODER,
+        **DECODER,
         intermediate_size=512,
         hidden_dropout=0.1,
         attention_dropout=0.1,
     )
-    yield transformers("llama", "LlamaForCausalLM", tokens(64), **_ROTARY_DECODER)
-    yield transformers("qwen2", "Qwen2ForCausalLM", tokens(64), **_ROTARY_DECODER, tie_word_embeddings=True)
+    yield transformers("llama", "LlamaForCausalLM", tokens(64), **ROTARY_DECODER)
+    yield transformers("qwen2", "Qwen2ForCausalLM", tokens(64), **ROTARY_DECODER, tie_word_embeddings=True)
     yield transformers(
         "gemma2",
         "Gemma2ForCausalLM",
         tokens(64),
-        **_ROTARY_DECODER,
+        **ROTARY_DECODER,
         head_dim=32,
         sliding_window=32,
     )
@@ -171,7 +154,7 @@ def _language_models() -> Iterator[ZooModel]:
         "mixtral",
         "MixtralForCausalLM",
         tokens(32),
-        **_ROTARY_DECODER,
+        **ROTARY_DECODER,
         num_local_experts=4,
         num_experts_per_tok=2,
         output_router_logits=True,
@@ -187,9 +170,9 @@ def _language_models() -> Iterator[ZooModel]:
         state_size=8,
         use_cache=False,
     )
-    yield transformers("bert", "BertForMaskedLM", padded_tokens(64), **_ENCODER)
-    yield transformers("roberta", "RobertaForMaskedLM", padded_tokens(64), **_ENCODER)
-    yield transformers("albert", "AlbertForMaskedLM", padded_tokens(64), **_ENCODER, embedding_size=64)
+    yield transformers("bert", "BertForMaskedLM", padded_tokens(64), **ENCODER)
+    yield transformers("roberta", "RobertaForMaskedLM", padded_tokens(64), **ENCODER)
+    yield transformers("albert", "AlbertForMaskedLM", padded_tokens(64), **ENCODER, embedding_size=64)
 
 
 def _language_models_2() -> Iterator[ZooModel]:
@@ -198,7 +181,7 @@ def _language_models_2() -> Iterator[ZooModel]:
         "deberta_v2",
         "DebertaV2ForMaskedLM",
         padded_tokens(32),
-        **_ENCODER,
+        **ENCODER,
         relative_attention=True,
         position_buckets=16,
         pos_att_type=["p2c", "c2p"],

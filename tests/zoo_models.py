@@ -202,3 +202,24 @@ def smp(name: str, model_class: str, image_size: int = 64, default_batch: int = 
         return cls(encoder_weights=None, classes=NUM_CLASSES, **options).train()
 
     return ZooModel(name, "smp", build, images(image_size), default_batch, cross_entropy)
+
+
+DECODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "use_cache": False,
+}
+ROTARY_DECODER = {**DECODER, "intermediate_size": 256, "num_key_value_heads": 2, "attention_dropout": 0.1}
+ENCODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+    "max_position_embeddings": 160,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+}

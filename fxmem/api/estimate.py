@@ -143,8 +143,8 @@ def estimate(
 ) -> Estimate:
     """Return what one training step of ``model`` takes, without running it.
 
-    - ``model``: in training mode; it may lie on the meta device (it is then taken to be on ``device``, CPU by default)
-      or be made under a ``FakeTensorMode``.
+    - ``model``: in training mode; it may lie on the meta device (it is then taken to be on ``device``, CPU by default) or
+      be made under a ``FakeTensorMode``.
     - ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one call's arguments.
     - ``device="cuda"`` where torch finds no CUDA, or the model is on the CPU: the CPU's step is counted as CUDA's allocator
       would count it (``Estimate.cuda``). It differs from a step on a device: kernels are the CPU's (attention saves other

@@ -97,7 +97,7 @@ def test_a_model_that_looks_at_values_is_refused_and_the_advice_works() -> None:
     torch.manual_seed(0)
     eager = Gated()
     model = copy.deepcopy(eager)
-    with pytest.raises(fxmem.CaptureError, match=r"in gates\.0 \(test_facade\.py:\d+\)") as info:
+    with pytest.raises(fxmem.CaptureError, match=r"in gates\.0 \(test_parts\.py:\d+\)") as info:
         fxmem.optimize(model, batch())
     advice = re.findall(r"(model\S* = fxmem\.optimize\(model\S*), \.\.\.\)", str(info.value))
     assert [line.partition(" ")[0] for line in advice] == ["model.encoder", "model.gates[1]", "model.gates[0].weigh"]

@@ -64,7 +64,9 @@ def test_a_loop_until_values_are_right_is_refused() -> None:
 
 
 def test_what_cannot_be_captured_is_told_with_its_place_and_a_way_out() -> None:
-    with pytest.raises(fxmem.CaptureError, match=r"in the model \(test_signature.py:\d+\): the shape of what aten"):
+    with pytest.raises(
+        fxmem.CaptureError, match=r"in the model \(test_capture_errors.py:\d+\): the shape of what aten"
+    ):
         fxmem.optimize(Selecting(), torch.randn(4, WIDTH), optimizer=None)
     with pytest.raises(fxmem.CaptureError, match="Take derivatives outside"):
         fxmem.optimize(Differentiating(), torch.randn(4, WIDTH, requires_grad=True), optimizer=None)
