@@ -195,7 +195,7 @@ def jacobian_inside(m: Any, x: Tensor) -> Tensor:
         (the_time, r"computes something else when it is called again"),
         (mask_drawn_once, r"rand.*call it once before fxmem\.optimize"),
         (initialized_from_the_first_batch, r"call it once before fxmem\.optimize"),
-        (counts_in_a_global, r"'NUM_CALLS' of tests\.hostile\.\w+ in every forward"),
+        (counts_in_a_global, r"'NUM_CALLS' of tests\.hostile\.test_refusals in every forward"),
         (seeds_torch, r"torch\.manual_seed in forward.*Generator"),
         (forks_the_generator, r"torch\.random\.fork_rng in forward"),
         (inference_mode, r"torch\.inference_mode in forward.*no_grad"),
