@@ -19,13 +19,14 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
-.PHONY: help install demo test quick test-all test-torch coverage lint types format fuzz bench plots docs clean distclean
+.PHONY: help install demo test quick test-all test-torch test-cuda-stub coverage lint types format fuzz bench plots docs clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '2,6s/^# //p' Makefile
 	@echo "Tests: quick, test, test-all (whole sweeps and all notebooks), coverage (of lines and branches, by make test),"
-	@echo "  test-torch TORCH=2.11.0 (the quick ones on another torch, in its own environment), fuzz (10,000 random models)"
+	@echo "  test-torch TORCH=2.11.0 (the quick ones on another torch, in its own environment), fuzz (10,000 random models),"
+	@echo "  test-cuda-stub (the CUDA tests on a device that computes nothing, in the environment of torch 2.14.1)"
 	@echo "Others: install lint types format bench plots docs (the site, in build/docs) clean distclean"
 
 install: $(STAMP)
@@ -88,6 +89,17 @@ test-torch:
 	@$(TORCH_PIP) -c .venv-torch-$*/constraints.txt -r .venv-torch-$*/requirements.txt
 	@$(TORCH_PIP) --no-deps --no-build-isolation -e .
 	@touch $@
+
+# The CUDA tests on a device that computes nothing (tests/cuda_stub/README.md), with a CUDA build of torch in an
+# environment of its own.   make test-cuda-stub DEVICE=a100-80gb
+CUDA_TORCH ?= 2.14.1
+DEVICE ?= h100-80gb
+CUDA_VENV = .venv-torch-$(CUDA_TORCH)
+
+test-cuda-stub: $(STAMP)
+	@$(MAKE) --no-print-directory $(CUDA_VENV)/.installed TORCH=$(CUDA_TORCH)
+	$(PY) -m tests.cuda_stub.build build/cuda_stub $(CUDA_VENV)/bin/python
+	FXMEM_CUDA_VENV=$(CUDA_VENV) $(PY) -m tests.cuda_stub.launch $(DEVICE) -m pytest -p no:xdist -q -m cuda tests/test_cuda.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
