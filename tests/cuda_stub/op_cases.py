@@ -100,8 +100,17 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
 
 def _norms(dtype: torch.dtype) -> Iterator[Case]:
     for rows, cols in ((4096, 1024), (512, 768), (65536, 96)):
-        yield case(f"layer_norm {rows}x{cols}", lambda x, w, b: F.layer_norm(x, w.shape, w, b), (rows, cols), (cols,), (cols,), dtype=dtype)
-        yield case(f"rms_norm {rows}x{cols}", lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (rows, cols), (cols,), dtype=dtype)
+        yield case(
+            f"layer_norm {rows}x{cols}",
+            lambda x, w, b: F.layer_norm(x, w.shape, w, b),
+            (rows, cols),
+            (cols,),
+            (cols,),
+            dtype=dtype,
+        )
+        yield case(
+            f"rms_norm {rows}x{cols}", lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (rows, cols), (cols,), dtype=dtype
+        )
     for shape in ((8, 64, 64, 64), (4, 320, 32, 32), (16, 32, 7, 7)):
         c = shape[1]
         yield case(f"group_norm {shape}", lambda x, w, b: F.group_norm(x, 8, w, b), shape, (c,), (c,), dtype=dtype)
@@ -117,8 +126,15 @@ def _attention(dtype: torch.dtype) -> Iterator[Case]:
     for b, h, s, d in ((8, 12, 197, 64), (4, 16, 1024, 64), (2, 8, 512, 80), (2, 8, 640, 128), (1, 4, 300, 96)):
         qkv = [(b, h, s, d)] * 3
         yield case(f"sdpa {b}x{h}x{s}x{d}", sdpa, *qkv, dtype=dtype)
-        yield case(f"sdpa causal dropout {b}x{h}x{s}x{d}", lambda q, k, v: sdpa(q, k, v, None, 0.1, True), *qkv, dtype=dtype)
-        yield case(f"sdpa mask dropout {b}x{h}x{s}x{d}", lambda q, k, v: sdpa(q, k, v, q.new_zeros(q.shape[0], 1, q.shape[2], q.shape[2]), 0.1), *qkv, dtype=dtype)
+        yield case(
+            f"sdpa causal dropout {b}x{h}x{s}x{d}", lambda q, k, v: sdpa(q, k, v, None, 0.1, True), *qkv, dtype=dtype
+        )
+        yield case(
+            f"sdpa mask dropout {b}x{h}x{s}x{d}",
+            lambda q, k, v: sdpa(q, k, v, q.new_zeros(q.shape[0], 1, q.shape[2], q.shape[2]), 0.1),
+            *qkv,
+            dtype=dtype,
+        )
         yield case(
             f"sdpa dropout of views {b}x{h}x{s}x{d}",
             lambda x: sdpa(*x.permute(2, 0, 3, 1, 4).unbind(0), dropout_p=0.1),
@@ -133,30 +149,71 @@ def _convolutions(dtype: torch.dtype) -> Iterator[Case]:
             conv = lambda x, w, b: F.conv2d(x, w, b, padding=1)  # noqa: E731
             yield (
                 f"conv {n}x{c}x{hw} to {o} nhwc={nhwc}",
-                lambda n=n, c=c, o=o, hw=hw, nhwc=nhwc: [new(n, c, hw, hw, dtype=dtype, nhwc=nhwc), new(o, c, 3, 3, dtype=dtype, nhwc=nhwc), new(o, dtype=dtype)],
+                lambda n=n, c=c, o=o, hw=hw, nhwc=nhwc: [
+                    new(n, c, hw, hw, dtype=dtype, nhwc=nhwc),
+                    new(o, c, 3, 3, dtype=dtype, nhwc=nhwc),
+                    new(o, dtype=dtype),
+                ],
                 conv,
             )
             yield (
                 f"conv {n}x{c}x{hw} to {o} nhwc={nhwc}, w contiguous",
-                lambda n=n, c=c, o=o, hw=hw, nhwc=nhwc: [new(n, c, hw, hw, dtype=dtype, nhwc=nhwc), new(o, c, 3, 3, dtype=dtype)],
+                lambda n=n, c=c, o=o, hw=hw, nhwc=nhwc: [
+                    new(n, c, hw, hw, dtype=dtype, nhwc=nhwc),
+                    new(o, c, 3, 3, dtype=dtype),
+                ],
                 lambda x, w: F.conv2d(x, w, padding=1),
             )
-    yield case("depthwise", lambda x, w, b: F.conv2d(x, w, b, padding=3, groups=64), (8, 64, 56, 56), (64, 1, 7, 7), (64,), dtype=dtype)
-    yield case("conv transpose", lambda x, w, b: F.conv_transpose2d(x, w, b, 2), (8, 64, 28, 28), (64, 32, 2, 2), (32,), dtype=dtype)
+    yield case(
+        "depthwise",
+        lambda x, w, b: F.conv2d(x, w, b, padding=3, groups=64),
+        (8, 64, 56, 56),
+        (64, 1, 7, 7),
+        (64,),
+        dtype=dtype,
+    )
+    yield case(
+        "conv transpose",
+        lambda x, w, b: F.conv_transpose2d(x, w, b, 2),
+        (8, 64, 28, 28),
+        (64, 32, 2, 2),
+        (32,),
+        dtype=dtype,
+    )
     yield case("conv1d", lambda x, w: F.conv1d(x, w, padding=1), (8, 64, 1024), (64, 64, 3), dtype=dtype)
     yield case("conv3d", lambda x, w: F.conv3d(x, w, padding=1), (2, 16, 16, 32, 32), (16, 16, 3, 3, 3), dtype=dtype)
 
 
 def _indexing(dtype: torch.dtype) -> Iterator[Case]:
     for count, width in ((2048, 1024), (3072, 256), (3073, 256), (8192, 512), (16384, 768)):
-        yield case(f"embedding {count} of 32000x{width}", lambda w, i: F.embedding(i, w), (32000, width), [count], dtype=dtype)
+        yield case(
+            f"embedding {count} of 32000x{width}", lambda w, i: F.embedding(i, w), (32000, width), [count], dtype=dtype
+        )
     for count in (1024, 4096, 10000):
         yield case(f"x[i] {count}", lambda x, i: x[i], (4096, 256), [count], dtype=dtype)
-        yield case(f"index_put {count}", lambda x, i: x.new_zeros(4096, 256).index_put((i,), x, accumulate=True), (count, 256), [count], dtype=dtype)
+        yield case(
+            f"index_put {count}",
+            lambda x, i: x.new_zeros(4096, 256).index_put((i,), x, accumulate=True),
+            (count, 256),
+            [count],
+            dtype=dtype,
+        )
         yield case(f"index_select {count}", lambda x, i: x.index_select(0, i), (4096, 256), [count], dtype=dtype)
-        yield case(f"index_add {count}", lambda x, i: x.new_zeros(4096, 256).index_add(0, i, x), (count, 256), [count], dtype=dtype)
+        yield case(
+            f"index_add {count}",
+            lambda x, i: x.new_zeros(4096, 256).index_add(0, i, x),
+            (count, 256),
+            [count],
+            dtype=dtype,
+        )
         yield case(f"gather {count}", lambda x, i: x.gather(0, i), (4096, 64), [count, 64], dtype=dtype)
-        yield case(f"scatter_add {count}", lambda x, i: x.new_zeros(4096, 64).scatter_add(0, i, x), (count, 64), [count, 64], dtype=dtype)
+        yield case(
+            f"scatter_add {count}",
+            lambda x, i: x.new_zeros(4096, 64).scatter_add(0, i, x),
+            (count, 64),
+            [count, 64],
+            dtype=dtype,
+        )
     yield case("embedding_bag", lambda w, i: F.embedding_bag(i, w), (32000, 128), [512, 8], dtype=dtype)
     for shape in ((64, 65536), (4096, 512), (1, 100000), (16, 20000), (512, 1024), (512, 1025), (8, 4097)):
         yield case(f"sort {shape}", lambda x: x.sort(-1)[0], shape, dtype=dtype)
@@ -186,5 +243,7 @@ def _autocast() -> Iterator[Case]:
 
     yield case("autocast linear", under(F.linear), (4096, 1024), (4096, 1024), (4096,))
     yield case("autocast conv", under(lambda x, w: F.conv2d(x, w, padding=1)), (8, 64, 56, 56), (64, 64, 3, 3))
-    yield case("autocast layer_norm", under(lambda x, w, b: F.layer_norm(x, w.shape, w, b)), (4096, 1024), (1024,), (1024,))
+    yield case(
+        "autocast layer_norm", under(lambda x, w, b: F.layer_norm(x, w.shape, w, b)), (4096, 1024), (1024,), (1024,)
+    )
     yield case("autocast cross_entropy", under(F.cross_entropy), (2048, 32000), [2048])

@@ -69,7 +69,9 @@ class OpScratch(TorchDispatchMode):
         return output
 
 
-def steps(call: Callable[..., Tensor], inputs: list[Tensor], peak: Callable[[], int], mark: Callable[[], int]) -> Record:
+def steps(
+    call: Callable[..., Tensor], inputs: list[Tensor], peak: Callable[[], int], mark: Callable[[], int]
+) -> Record:
     """Run forward and backward; return the highest byte numbers above the start of each."""
     start = mark()
     output = call(*inputs)
@@ -151,7 +153,11 @@ def main(out: Path, wanted: list[str]) -> None:
     lines = ",\n".join(json.dumps(op) for op in ops.values())
     table = ",\n".join(json.dumps(row) for row in rows)
     out.write_text(f'{{"head": {json.dumps(head)},\n"ops": [\n{lines}\n],\n"cases": [\n{table}\n]}}\n')
-    print(f"{len(rows)} cases, {len(ops)} op calls; failed:", *[r for r in rows if "failed" in r or "fakes_failed" in r], sep="\n  ")
+    print(
+        f"{len(rows)} cases, {len(ops)} op calls; failed:",
+        *[r for r in rows if "failed" in r or "fakes_failed" in r],
+        sep="\n  ",
+    )
 
 
 if __name__ == "__main__":
