@@ -99,6 +99,8 @@ CUDA_VENV = .venv-torch-$(CUDA_TORCH)
 test-cuda-stub: $(STAMP)
 	@$(MAKE) --no-print-directory $(CUDA_VENV)/.installed TORCH=$(CUDA_TORCH)
 	$(PY) -m tests.cuda_stub.build build/cuda_stub $(CUDA_VENV)/bin/python
+	FXMEM_CUDA_VENV=$(CUDA_VENV) $(PY) -m tests.cuda_stub.launch $(DEVICE) -m tests.cuda_stub.probe_ops build/cuda_stub/$(DEVICE).json
+	@sed -n '/^It cannot show/,/^$$/p' tests/cuda_stub/README.md
 	FXMEM_CUDA_VENV=$(CUDA_VENV) $(PY) -m tests.cuda_stub.launch $(DEVICE) -m pytest -p no:xdist -q -m cuda tests/test_cuda.py $(PYTEST_ARGS)
 
 lint: $(STAMP)

@@ -45,11 +45,8 @@ def _asked_for(site: Path) -> set[str]:
     """Names of CUDA functions that torch's libraries leave to be found."""
     libraries = [str(path) for path in sorted((site / "torch/lib").glob("libtorch_*.so"))]
     libraries += [str(site / "torch/lib" / name) for name in ("libc10_cuda.so", "libcaffe2_nvrtc.so")]
-    names = {
-        line.split()[-1].split("@")[0]
-        for line in _output("nm", "-D", "--undefined-only", *libraries).splitlines()
-        if " U " in line
-    }
+    lines = _output("nm", "-D", "--undefined-only", *libraries).splitlines()
+    names = {line.split()[-1].split("@")[0] for line in lines if " U " in line}
     return {name for name in names if ASKED_FOR.fullmatch(name) and not NOT_STUBBED.match(name)}
 
 

@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
+from fxmem.profiling.cuda_reduction import TensorRecord
+from fxmem.profiling.cuda_scratch import Scratch, has_rule, scratch_of
+from fxmem.profiling.devices import DeviceModel, device_named
 from fxmem.profiling.storage_tracker import StorageTracker
 from tests.cuda_stub.op_cases import Case, cases
 
@@ -64,7 +68,7 @@ class OpScratch(TorchDispatchMode):
         after, peak = requested("current"), requested("peak")
         new = {t.untyped_storage().data_ptr(): t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_cuda}
         own = sum(t.numel() * t.element_size() for key, t in new.items() if key not in storages)
-        if not func._schema.is_mutable and after >= before:
+        if after >= before:
             self.records.append({"op": str(func), "args": noted, "scratch": peak - after, "kept": after - before - own})
         return output
 
@@ -96,39 +100,70 @@ def on_device(make: Any, call: Any) -> tuple[Record, list[Record]]:
     return seen, mode.records
 
 
-def on_fakes(make: Any, call: Any) -> Record:
+def record_of(value: Any) -> Any:
+    """What ``plain`` made, as the rules of ``fxmem.profiling.cuda_scratch`` take it."""
+    if isinstance(value, dict):
+        return TensorRecord(tuple(value["shape"]), tuple(value["strides"]), value["dtype"], value.get("offset", 0))
+    return [record_of(v) for v in value] if isinstance(value, list) else value
+
+
+def rule_on(record: Record, device: DeviceModel) -> Scratch:
+    return scratch_of(record["op"], {name: record_of(v) for name, v in record["args"].items()}, device)
+
+
+def on_fakes(make: Any, call: Any, device: DeviceModel) -> tuple[Record, Record, bool]:
+    """Peaks that fakes show, the same with the rules' scratch added, and whether all rules met are exact."""
     inputs = make()
     world = FakeWorld(inputs)
     fakes = [world.fake(t) for t in inputs]
+    truth = {"peak": 0, "kept": 0, "exact": True}
+
+    def on_op(func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        scratch = rule_on({"op": str(func), "args": arguments(func, args, kwargs)}, device)
+        if scratch.kept_bytes:  # less what the fakes of fxmem show of it by themselves
+            storage = output.untyped_storage()
+            unseen = max(0, scratch.kept_bytes + output.nbytes - storage.nbytes())
+            truth["kept"] += unseen
+            weakref.finalize(storage, lambda: truth.update(kept=truth["kept"] - unseen))
+        truth["peak"] = max(truth["peak"], tracker.live_bytes + truth["kept"] + scratch.transient_bytes)
+        truth["exact"] &= scratch.exact
+
     with world.active():
-        tracker = StorageTracker()
+        tracker = StorageTracker(on_op=on_op)
         tracker.hold(fakes)
+        start = 0
 
         def mark() -> int:
-            tracker.peak_bytes = tracker.live_bytes
-            return tracker.live_bytes
+            nonlocal start
+            start = tracker.live_bytes
+            tracker.peak_bytes, truth["peak"] = start, start + truth["kept"]
+            kept.append(truth["kept"])
+            return start
+
+        kept: list[int] = []
+        both: list[int] = []
+
+        def peak() -> int:
+            both.append(truth["peak"] - start - kept[-1])
+            return tracker.peak_bytes
 
         with tracker, ScalarReads():
-            return steps(call, fakes, lambda: tracker.peak_bytes, mark)
+            seen = steps(call, fakes, peak, mark)
+    return seen, dict(zip(("forward", "backward"), both, strict=True)), bool(truth["exact"])
 
 
-def measure(case: Case, ops: dict[str, Record]) -> Record:
+def measure(case: Case, ops: dict[str, Record], device: DeviceModel) -> Record:
     name, make, call = case
     gc.collect()
     row: Record = {"case": name}
     try:
         row["stub"], records = on_device(make, call)
-        keys = []
-        for record in records:
-            key = json.dumps(record, sort_keys=True)
-            ops.setdefault(key, record)
-            keys.append(key)
-        row["ops"] = keys
+        ops.update((json.dumps(record, sort_keys=True), record) for record in records)
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {str(error)[:100]}"
         return row
     try:
-        row["fakes"] = on_fakes(make, call)
+        row["fakes"], row["fakes_and_rules"], row["exact"] = on_fakes(make, call, device)
     except Exception as error:
         row["fakes_failed"] = f"{type(error).__name__}: {str(error)[:100]}"
     return row
@@ -140,24 +175,39 @@ def main(out: Path, wanted: list[str]) -> None:
     a = torch.zeros(64, 64, device="cuda", requires_grad=True)
     torch.nn.functional.linear(a @ a, a, a[0]).sum().backward()  # cuBLAS's workspace is taken once, and stays
     chosen = [case for case in cases() if not wanted or any(text in case[0] for text in wanted)]
-    ops: dict[str, Record] = {}
-    rows = [measure(case, ops) for case in chosen]
-    numbers = {key: i for i, key in enumerate(ops)}
-    for row in rows:
-        row["ops"] = list(dict.fromkeys(numbers[key] for key in row.get("ops", ())))
     properties = torch.cuda.get_device_properties(0)
+    device = device_named(properties.name.split()[0])
+    ops: dict[str, Record] = {}
+    rows = [measure(case, ops, device) for case in chosen]
     head = {
-        "device": properties.name.split()[0], "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
+        "device": device.name, "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
         "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
-    lines = ",\n".join(json.dumps(op) for op in ops.values())
-    table = ",\n".join(json.dumps(row) for row in rows)
-    out.write_text(f'{{"head": {json.dumps(head)},\n"ops": [\n{lines}\n],\n"cases": [\n{table}\n]}}\n')
-    print(
-        f"{len(rows)} cases, {len(ops)} op calls; failed:",
-        *[r for r in rows if "failed" in r or "fakes_failed" in r],
-        sep="\n  ",
-    )
+    names = {record["op"] for record in ops.values()}
+    kept = [r for r in ops.values() if r["scratch"] or r["kept"] > 0 or has_rule(r["op"])]
+    nothing = sorted(names - {record["op"] for record in kept})
+    lines, table = (",\n".join(map(json.dumps, part)) for part in (kept, rows))
+    parts = {
+        "head": json.dumps(head),
+        "take_nothing": json.dumps(nothing),
+        "ops": f"[\n{lines}\n]",
+        "cases": f"[\n{table}\n]",
+    }
+    out.write_text("{" + ",\n".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n")
+    report(rows)
+
+
+def report(rows: list[Record]) -> None:
+    """Print how many cases fakes alone, and fakes with the rules, put right, and the cases that are not."""
+    good = [r for r in rows if "fakes" in r]
+    right = [r for r in good if r["fakes_and_rules"] == r["stub"]]
+    alone = sum(r["fakes"] == r["stub"] for r in good)
+    print(f"{len(rows)} cases: fakes alone equal the device in {alone}, with the rules in {len(right)}")
+    for r in rows:
+        if r not in right:
+            off = {k: r["fakes_and_rules"][k] - r["stub"][k] for k in r["stub"]} if r in good else "?"
+            why = r.get("failed") or r.get("fakes_failed") or ("" if r["exact"] else "a rule is a bound")
+            print(f"  {r['case']}: rules less device {off} {why}")
 
 
 if __name__ == "__main__":
