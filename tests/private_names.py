@@ -84,6 +84,10 @@ def _is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
+def _is_operator(name: str) -> bool:
+    return "*" not in name and name not in _OF_TORCH and hasattr(torch.ops.aten, name)
+
+
 class _Uses(ast.NodeVisitor):
     """The private names that one file uses, one entry a use."""
 
@@ -162,7 +166,7 @@ class _Uses(ast.NodeVisitor):
     def _string(self, text: str) -> None:
         if _PATH.fullmatch(text) and private_path(text):
             self.names.append(text)
-        elif _NAME.fullmatch(text) and is_private(text) and text not in self._own:
+        elif _NAME.fullmatch(text) and is_private(text) and text not in self._own and not _is_operator(text):
             self.names.append(f".{text}")
 
 
