@@ -62,7 +62,7 @@ quick: lint types
 test-all: lint types
 	$(PYTEST) $(PYTEST_ARGS)
 
-# Which lines and branches of fxmem `make test` runs. Not part of it: Python 3.11 counts at a third of the speed.
+# Which lines and branches of fxmem `make test` runs. Not part of it: it takes half as long again.
 coverage: $(STAMP)
 	$(PYTEST) -m "not exhaustive" --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
 
