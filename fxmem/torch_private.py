@@ -13,13 +13,19 @@ from typing import Any, cast
 import torch
 from torch._C import DisableTorchFunction, DispatchKey
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import GetAttrKey, TreeSpec, register_pytree_node, tree_flatten, tree_leaves
 
 __all__ = [
+    "OF_FAKES",
     "DisableTorchFunction",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -40,7 +46,6 @@ __all__ = [
     "is_composite",
     "is_traceable_wrapper",
     "is_view",
-    "of_fakes",
     "register_pytree_node",
     "saved_tensor_hooks_allowed",
     "schema_of",
@@ -82,7 +87,7 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that no other living storage has: its address. The address of its data would not do, as all fakes
     have the same, nor the id of its Python object, which comes and goes while the storage lives."""
-    return int(tensor.untyped_storage()._cdata)
+    return cast(int, tensor.untyped_storage()._cdata)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -97,9 +102,8 @@ def is_traceable_wrapper(value: object) -> bool:
     return hasattr(value, "__tensor_flatten__") and hasattr(value, "__tensor_unflatten__")
 
 
-def of_fakes(error: BaseException) -> bool:
-    """True if ``error`` is of a class that only fake tensors raise."""
-    return any(kind.__module__ == FakeTensorMode.__module__ for kind in type(error).__mro__)
+OF_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""Errors that only fake tensors raise."""
 
 
 # -- layouts, as ATen lays out; torch's own functions for them are in torch._prims_common ---------------------------------
@@ -173,14 +177,5 @@ def current_backward_node() -> object | None:
     return cast(object, torch._C._current_autograd_node())
 
 
-def saved_tensor_hooks_allowed() -> bool:
-    """False inside ``torch.autograd.graph.disable_saved_tensors_hooks``."""
-    try:
-        with saved_tensors_hooks(_as_it_is, _as_it_is):
-            return True
-    except RuntimeError:
-        return False
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+saved_tensor_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+"""False inside ``torch.autograd.graph.disable_saved_tensors_hooks``; asked at each call of an optimized module."""

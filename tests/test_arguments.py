@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import fxmem
+from fxmem.passes.inplace import decide
 from fxmem.planners import frontier_cache
 from fxmem.planners.registry import PLANNERS
+from fxmem.profiling.op_benchmark import with_measured_times
 
 ENTRY_POINTS: list[Callable[..., Any]] = [fxmem.optimize, fxmem.estimate, fxmem.frontier]
 each_entry_point = pytest.mark.parametrize("entry_point", ENTRY_POINTS, ids=lambda f: f.__name__)
@@ -126,7 +128,17 @@ def test_estimate_follows_policy_inplace_cost_and_cache(kept_plans: None, monkey
     model, x = nn.Sequential(nn.Linear(16, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 16)).train(), batch()
     free = fxmem.estimate(model, x, cost="a100")
     assert fxmem.estimate(model, x, policy=[("*", "save")], cost="a100").floor_bytes > free.floor_bytes
-    assert fxmem.estimate(model, x, inplace=False, cost="a100").floor_bytes >= free.floor_bytes
+    done: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: done.append(name) or function(*args, **kwargs)
+
+    monkeypatch.setattr("fxmem.passes.inplace.decide", noted("in place", decide))
+    monkeypatch.setattr("fxmem.pipeline.with_measured_times", noted("measured", with_measured_times))
+    fxmem.estimate(model, x, cost="a100", inplace=False)
+    assert done == []
+    fxmem.estimate(model, x, cost="measure")
+    assert done == ["in place", "measured"]
 
     def never(*_: object) -> None:
         raise AssertionError("looked on disk")

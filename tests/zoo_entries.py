@@ -118,7 +118,7 @@ def _vision_transformers() -> Iterator[ZooModel]:
 
 
 def _language_models() -> Iterator[ZooModel]:
-    """Decoders, encoders, both; experts; state spaces; shared and tied weights."""
+    """Decoders and encoders; experts; state spaces; shared and tied weights."""
     yield _gpt2(2)
     yield _gpt2(6)
     yield transformers(
@@ -175,8 +175,8 @@ def _language_models() -> Iterator[ZooModel]:
     yield transformers("albert", "AlbertForMaskedLM", padded_tokens(64), **ENCODER, embedding_size=64)
 
 
-def _language_models_2() -> Iterator[ZooModel]:
-    """Decoders, encoders, both; experts; state spaces; shared and tied weights."""
+def _translating_models() -> Iterator[ZooModel]:
+    """Encoders with relative positions, and models with an encoder and a decoder."""
     yield transformers(
         "deberta_v2",
         "DebertaV2ForMaskedLM",
@@ -233,8 +233,8 @@ def _language_models_2() -> Iterator[ZooModel]:
     )
 
 
-def _language_models_3() -> Iterator[ZooModel]:
-    """Decoders, encoders, both; experts; state spaces; shared and tied weights."""
+def _speech_and_image_models() -> Iterator[ZooModel]:
+    """Transformers over speech and over images."""
     yield transformers(
         "whisper",
         "WhisperForConditionalGeneration",
@@ -275,8 +275,8 @@ def _language_models_3() -> Iterator[ZooModel]:
     )
 
 
-def _language_models_4() -> Iterator[ZooModel]:
-    """Decoders, encoders, both; experts; state spaces; shared and tied weights."""
+def _image_text_models() -> Iterator[ZooModel]:
+    """Two encoders whose outputs are compared."""
     yield transformers(
         "clip",
         "CLIPModel",
@@ -305,8 +305,8 @@ def _language_models_4() -> Iterator[ZooModel]:
     )
 
 
-def _u_shapes() -> Iterator[ZooModel]:
-    """Diffusion and segmentation: U-shapes, whose long skips cross every cut of the chain."""
+def _diffusion() -> Iterator[ZooModel]:
+    """Diffusion: U-shapes, whose long skips cross every cut of the chain."""
     yield diffusers(
         "unet2d",
         "UNet2DModel",
@@ -353,8 +353,8 @@ def _u_shapes() -> Iterator[ZooModel]:
     )
 
 
-def _u_shapes_2() -> Iterator[ZooModel]:
-    """Diffusion and segmentation: U-shapes, whose long skips cross every cut of the chain."""
+def _autoencoders_and_segmentation() -> Iterator[ZooModel]:
+    """Autoencoders, and segmentation with an encoder of another network."""
     yield diffusers(
         "vae",
         "AutoencoderKL",
@@ -376,11 +376,11 @@ KINDS = (
     _convolutional,
     _vision_transformers,
     _language_models,
-    _language_models_2,
-    _language_models_3,
-    _language_models_4,
-    _u_shapes,
-    _u_shapes_2,
+    _translating_models,
+    _speech_and_image_models,
+    _image_text_models,
+    _diffusion,
+    _autoencoders_and_segmentation,
 )
 
 

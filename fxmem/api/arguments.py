@@ -101,12 +101,12 @@ def with_options(function: Callable[Given, Returned]) -> Callable[Given, Returne
     return checked
 
 
-def settings_of(options: Options, budget_bytes: int | None = None) -> Settings:
-    """Return the checked settings for ``options``."""
+def settings_of(options: Options) -> Settings:
+    """Return the checked settings for ``options``, without a budget."""
     given: Options = {**DEFAULTS, **options}
     cost = _known("cost", given["cost"], COSTS)
     return Settings(
-        budget_bytes=budget_bytes,
+        budget_bytes=None,
         step=_step_of(given),
         planner=_known("planner", given["planner"], PLANNERS),
         plan_seconds=_positive("plan_seconds", given["plan_seconds"]),

@@ -67,9 +67,10 @@ def optimize(
     check_model(model)
     if "fxmem" in {*dir(type(model)), *vars(model), *model._modules, *model._parameters, *model._buffers}:
         raise InputError(f"{type(model).__name__} has an attribute 'fxmem', which an optimized module needs: rename it")
-    step = settings_of(options).step
-    budget_bytes = parse_budget(budget_gb, budget, model, step.optimizer, step.scaler, example_args, example_kwargs)
-    optimized = OptimizedModule(model, settings_of(options, budget_bytes))
+    settings = settings_of(options)
+    holders = (settings.step.optimizer, settings.step.scaler, example_args, example_kwargs)
+    budget_bytes = parse_budget(budget_gb, budget, model, *holders)
+    optimized = OptimizedModule(model, replace(settings, budget_bytes=budget_bytes))
     if example_args is not None or example_kwargs is not None:
         optimized.fxmem.prepare(example_args, example_kwargs)
     return optimized

@@ -37,7 +37,7 @@ from fxmem.progress import stage
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.scoped_ops import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
 from fxmem.torch_patches import compiler_says_eager, grouped_matmuls, no_value_checks, quiet, regions_left
-from fxmem.torch_private import TreeSpec, of_fakes, tree_leaves
+from fxmem.torch_private import OF_FAKES, TreeSpec, tree_leaves
 
 _OFFSETS = by_op(TakesStorageOffset)
 _READING = {op for op, fact in by_op(ReadsScalar).items() if fact.what == "op"}
@@ -142,7 +142,7 @@ def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None
             memory = stack.enter_context(MemoryLooks())
             model(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
-        of_the_fakes = of_fakes(error) or isinstance(error, torch.jit.Error) or "fake" in str(error).lower()
+        of_the_fakes = isinstance(error, (*OF_FAKES, torch.jit.Error)) or "fake" in str(error).lower()
         return None if memory.any or of_the_fakes else error
     except (Exception, TooManyLooks):
         return None

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from fxmem.op_facts.kinds import Elementwise, Flops, OpFact, TimeDependsOnValues
 
-SCRATCH: tuple[OpFact, ...] = ()
-"""Rows of :class:`fxmem.op_facts.kinds.Scratch`, one for each op and device: none is measured yet."""
-
 FACTS: tuple[OpFact, ...] = (
     OpFact(
         ops=("aten._grouped_mm", "aten._scaled_grouped_mm"),
@@ -49,5 +46,4 @@ FACTS: tuple[OpFact, ...] = (
         why="a function of fxmem has no tags",
         test="test_forms_written_over_their_input_make_the_same_bits_without_autograd",
     ),
-    *SCRATCH,
 )

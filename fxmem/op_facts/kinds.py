@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -191,28 +190,3 @@ class TimeDependsOnValues:
 @dataclass(frozen=True, slots=True)
 class Elementwise:
     """It has one kernel, which does not look at whether autograd is on, though ATen does not tag it as pointwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a formula of scratch may look at."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors among the arguments, in order."""
-    itemsizes: tuple[int, ...]
-    """Bytes of an element of each."""
-    constants: tuple[object, ...] = ()
-    """The other arguments, in order."""
-    num_sms: int = 0
-    """Multiprocessors of the device; 0 on the CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Memory that its kernel allocates and frees inside the op, below the dispatcher."""
-
-    nbytes: Callable[[Call], int]
-    source: str
-    """Where the formula is from: a file of torch with its version, or a measurement."""
-    is_exact: bool
-    """False: an upper bound."""

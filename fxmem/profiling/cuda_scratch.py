@@ -1,9 +1,10 @@
 """Bytes that ATen ops take inside on CUDA, beyond their inputs and outputs: what no fake tensor shows.
 
-In: an op's name, its arguments as plain data, a device. Out: :class:`Scratch`. Every rule names its source in
-PyTorch (aten/src/ATen/native/...; as of torch 2.14) and says whether it is exact or an upper bound; all are checked
-against figures recorded from PyTorch's own CUDA host code (tests/test_cuda_scratch.py). Not here: cuBLAS's and
-cuDNN's workspaces. No torch is needed.
+In: an op's name, its arguments as plain data, a device. Out: :class:`Scratch`. Every rule says where in PyTorch
+(aten/src/ATen/native/...) its op is and whether it is exact or an upper bound; all are checked against figures recorded
+from PyTorch's own CUDA host code, version 2.14.1 (tests/profiling/test_cuda_scratch.py). Upper bounds hold for all
+recorded shapes and are no proofs: those of topk, large sorts, scans and index_put are fitted to the record. Not here:
+cuBLAS's and cuDNN's workspaces. No torch is needed.
 """
 
 from __future__ import annotations

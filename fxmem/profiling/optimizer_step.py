@@ -235,4 +235,4 @@ def _rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> 
 def _give_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> None:
     """Leave on ``parameters`` what a backward left that :func:`gradients_of` looked at."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = None if gradient is None else gradient.new()
+        parameter.grad = None if gradient is None else gradient.blank()

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxmem.capture.graph import Captured, Inputs, source_of
+from fxmem.capture.graph import Captured, Inputs, attribute_of, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, gradients_untouched
 from fxmem.ir import Phase, StaticBytes
@@ -265,9 +265,7 @@ class _Observer:
         raise ProfileError("the captured graph has no output")
 
     def _attribute(self, target: str) -> Any:
-        value: Any = self.graph_module
-        for part in target.split("."):
-            value = getattr(value, part)
+        value = attribute_of(self.graph_module, target)
         return self.world.fake(value) if isinstance(value, torch.Tensor) else value
 
     def _note_static(self, node: fx.Node, value: Any) -> None:

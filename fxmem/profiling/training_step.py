@@ -29,6 +29,7 @@ import torch
 from fxmem.errors import InputError, first_lines
 from fxmem.ir import Phase
 from fxmem.runtime.autocast import Autocast, casts_kept
+from fxmem.runtime.layout import Geometry
 from fxmem.torch_private import storage_key, tree_leaves
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None
@@ -93,21 +94,7 @@ BARE = TrainingStep(optimizer=None)
 """Forward, default loss and backward."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradientLike:
-    """What a gradient is like that lies alone on its storage."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def new(self) -> torch.Tensor:
-        """Return a tensor like it."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-
-
-Gradients = tuple[GradientLike | None, ...]
+Gradients = tuple[Geometry | None, ...]
 """What a backward leaves on each parameter, in the model's order; None where it does not reach."""
 
 
@@ -121,12 +108,12 @@ def gradients_of(parameters: Sequence[torch.Tensor]) -> Gradients | None:
     full = sum(storage.nbytes() for storage in storages) == sum(g.nbytes for g in gradients if g is not None)
     if not (alone and full):
         return None
-    return tuple(None if g is None else GradientLike(g.shape, g.stride(), g.dtype, g.device) for g in gradients)
+    return tuple(None if g is None else Geometry.of(g) for g in gradients)
 
 
 def usual_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
     """Return what most models' backward leaves: on each parameter that requires grad a gradient like itself."""
-    return tuple(GradientLike(p.shape, p.stride(), p.dtype, p.device) if p.requires_grad else None for p in parameters)
+    return tuple(Geometry.of(p) if p.requires_grad else None for p in parameters)
 
 
 def run_step(

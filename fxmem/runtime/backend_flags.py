@@ -15,31 +15,35 @@ import torch
 Switches = tuple[object, ...]
 """The values of all switches."""
 
-_cudnn: Any = torch.backends.cudnn
-_mkldnn: Any = torch.backends.mkldnn
-_sdp: Any = torch.backends.cuda
+_C: Any = torch._C
 
-_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (_sdp.flash_sdp_enabled, _sdp.enable_flash_sdp),
-    (_sdp.mem_efficient_sdp_enabled, _sdp.enable_mem_efficient_sdp),
-    (_sdp.math_sdp_enabled, _sdp.enable_math_sdp),
-    (_sdp.cudnn_sdp_enabled, _sdp.enable_cudnn_sdp),
-    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
-    (_sdp.fp16_bf16_reduction_math_sdp_allowed, _sdp.allow_fp16_bf16_reduction_math_sdp),
-    (lambda: _cudnn.enabled, lambda value: _set_flags(_cudnn, enabled=value)),
-    (lambda: _cudnn.benchmark, lambda value: _set_flags(_cudnn, benchmark=value)),
-    (lambda: _cudnn.deterministic, lambda value: _set_flags(_cudnn, deterministic=value)),
-    (lambda: _mkldnn.enabled, lambda value: _set_flags(_mkldnn, enabled=value)),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+
+def _set_deterministic(value: object) -> None:
+    _C._set_deterministic_algorithms(value, warn_only=_C._get_deterministic_algorithms_warn_only())
+
+
+# In C++, though torch has public functions around them: all are read at each call and each recomputation, the public ones
+# take more than twice the time, and some refuse to be set or lose whether determinism only warns.
+_NAMES = (
+    *((f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in ("flash", "mem_efficient", "math", "cudnn")),
+    *(
+        (f"_get_{name}", f"_set_{name}")
+        for name in (
+            "sdp_priority_order",
+            "math_sdp_allow_fp16_bf16_reduction",
+            "cudnn_enabled",
+            "cudnn_benchmark",
+            "cudnn_deterministic",
+            "mkldnn_enabled",
+            "float32_matmul_precision",
+        )
+    ),
 )
-_GETTERS = tuple([get for get, _ in _FLAGS])
-_SETTERS = tuple([set_ for _, set_ in _FLAGS])
-
-
-def _set_flags(backend: Any, **values: object) -> None:
-    for name, value in values.items():
-        setattr(backend, name, value)
+_GETTERS: tuple[Callable[[], Any], ...] = (
+    *(getattr(_C, get) for get, _ in _NAMES),
+    _C._get_deterministic_algorithms,
+)
+_SETTERS: tuple[Callable[[Any], object], ...] = (*(getattr(_C, set_) for _, set_ in _NAMES), _set_deterministic)
 
 
 def present() -> Switches:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
 from fxmem.op_facts.kinds import CompressedForm
 from fxmem.op_facts.lookup import by_op, own_op, resolved
+from fxmem.runtime.layout import Geometry
 from fxmem.torch_patches import in_batched_backward
 from fxmem.torch_private import (
     FakeTensor,
@@ -125,23 +126,6 @@ def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 # -- inputs of which only the geometry is looked at --------------------------------------------------------------------
-
-
-class Geometry(NamedTuple):
-    """What a backward looks at of an input that it does not read."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(x: torch.Tensor) -> Geometry:
-        return Geometry(x.size(), x.stride(), x.dtype, x.device)
-
-    def blank(self) -> torch.Tensor:
-        """Return a tensor of this geometry, with anything in it."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 def with_defaults(op: Overload, args: tuple[Any, ...]) -> tuple[Any, ...]:

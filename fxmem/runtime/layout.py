@@ -9,6 +9,23 @@ import torch
 from fxmem.errors import PlanMismatchError
 
 
+class Geometry(NamedTuple):
+    """A tensor that lies alone on its storage: what a gradient is like, or all that a backward looks at of an input."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: torch.Tensor) -> Geometry:
+        return Geometry(x.size(), x.stride(), x.dtype, x.device)
+
+    def blank(self) -> torch.Tensor:
+        """Return a tensor of this geometry, with anything in it."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
 class View(NamedTuple):
     """Where a tensor lies. ``storage``: a managed storage's index, or ``~j`` for the graph's j-th static tensor."""
 
