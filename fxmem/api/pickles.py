@@ -1,17 +1,18 @@
-"""Pickles of version 0.1 name modules by where they were: these names go on leading to their classes."""
+"""Pickles of version 0.1 name modules by where they were: these names go on leading to their classes.
+
+They name ``fxmem.pipeline.Settings`` too, which that module still has.
+"""
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
 
-from fxmem import pipeline
 from fxmem.api import module
 from fxmem.profiling import roofline, training_step
 
 OLD_MODULES: dict[str, ModuleType] = {
     "fxmem.module": module,  # OptimizedModule
-    "fxmem.pipeline": pipeline,  # Settings
     "fxmem.step": training_step,  # TrainingStep
     "fxmem.timing": roofline,  # Hardware
 }
