@@ -174,7 +174,7 @@ def in_own_process(name: str, scale: str, ways: list[Way], seconds: float, cache
         row.commit, row.cpu, row.date = facts["commit"], facts["cpu"], facts["date"]
         yield row
         if not alive:
-            yield from in_own_process(name, scale, ways[i + 1 :], seconds, cache) if ways[i + 1 :] else ()
+            yield from (in_own_process(name, scale, ways[i + 1 :], seconds, cache) if ways[i + 1 :] else ())
             break
     process.kill()
     process.join()

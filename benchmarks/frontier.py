@@ -254,7 +254,9 @@ def floor_row(name: str) -> dict[str, Any]:
     def least(ways: list[Way]) -> int | None:
         known = [row.peak_bytes for row in compared if row.kind == ways[0].kind] if ways else []
         return min(
-            known or [_peak_bytes(way, initial, bench, batch, failed) for way in ways], key=_or_most, default=None
+            known or [_peak_bytes(way, initial, bench, batch, failed) for way in ways],
+            key=_or_most,
+            default=None,
         )
 
     planned = {

@@ -20,7 +20,7 @@ import torch
 from tabulate import tabulate
 
 from fxmem.capture.export import capture
-from fxmem.capture.graph import Captured, Inputs
+from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import emit_within_budget, frontier_of, profile_for_short_memory
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
@@ -83,7 +83,7 @@ def run_configuration(name: str, precision: str, plan_seconds: float) -> dict[st
 def _run_budgets(
     entry: zoo.ZooModel,
     model: torch.nn.Module,
-    captured: Captured,
+    captured: CaptureGraph,
     inputs: Inputs,
     region: Autocast | None,
     optimizer: str,

@@ -163,7 +163,7 @@ class Tick:
     """Largest sum during the tick of unmanaged bytes and of managed storages created in it."""
     creates: tuple[int, ...]
     """Managed storages that exist from this tick on."""
-    lets_go: tuple[int, ...]
+    last_used: tuple[int, ...]
     """Managed storages the forward (or the user) refers to no longer after this tick."""
     releases: tuple[int, ...]
     """Managed storages of which autograd releases one saved tensor at the end, one entry for each."""

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxmem.capture.export import capture
-from fxmem.capture.graph import Captured
+from fxmem.capture.graph import CaptureGraph
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import FrontierPoint, GraphProfile, Plan, Timeline, Verification
 from fxmem.passes.compress_saved import CompressSaved, notes_of
@@ -55,7 +55,7 @@ class Compiled:
     """One signature, compiled."""
 
     graph_module: fx.GraphModule
-    captured: Captured
+    captured: CaptureGraph
     plan: Plan
     report: Report
     planned: Planned | None = None
@@ -63,7 +63,7 @@ class Compiled:
 
 
 def compile_model(
-    context: CompileContext, captured: Captured | None = None, earlier: Sequence[Planned] = ()
+    context: CompileContext, captured: CaptureGraph | None = None, earlier: Sequence[Planned] = ()
 ) -> Compiled:
     """Return the model compiled for one signature; ``captured``: its graph, if already there.
 
@@ -107,7 +107,7 @@ def compile_model(
 # -- profiles and frontiers ------------------------------------------------------------------------------------------
 
 
-def profile_for_short_memory(captured: Captured, context: CompileContext) -> Profiled:
+def profile_for_short_memory(captured: CaptureGraph, context: CompileContext) -> Profiled:
     """Return the profile that plans are made on where a step does not fit as it is, with the times asked for."""
     stage("profiling")
     graph = run_passes(captured, (*PASSES, *PASSES_FOR_SHORT_MEMORY), context)
@@ -155,7 +155,7 @@ def _keep_all(profile: GraphProfile) -> FrontierPoint:
 class UnplannedFloor:
     """The least peak of a step that fits as it is: planned for once, when it is asked for."""
 
-    graph: Captured
+    graph: CaptureGraph
     context: CompileContext
     """Without the batch, which is not kept for this."""
     regions: tuple[Autocast, ...]
@@ -164,7 +164,7 @@ class UnplannedFloor:
     _known: int | None = field(default=None)
 
     @staticmethod
-    def of(graph: Captured, context: CompileContext) -> UnplannedFloor:
+    def of(graph: CaptureGraph, context: CompileContext) -> UnplannedFloor:
         types = {device.type for device in context.profile_of(graph).devices}
         regions = tuple(region for kind in types if (region := Autocast.of(kind)))
         return UnplannedFloor(graph, context.without_values(), regions, torch.is_autocast_cache_enabled())
@@ -284,7 +284,7 @@ def _infeasible(profile: GraphProfile, points: Sequence[FrontierPoint], budget_b
     return InfeasibleBudgetError(budget_bytes, least.peak_bytes, breakdown, str(place_of(profile, timeline.peak_step)))
 
 
-def _notes(settings: Settings, captured: Captured) -> tuple[str, ...]:
+def _notes(settings: Settings, captured: CaptureGraph) -> tuple[str, ...]:
     notes = []
     step = settings.step
     if step.optimizer is None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fxmem.capture.export import capture
-from fxmem.capture.graph import Captured, Inputs
+from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.ir import KEEP, GraphProfile, Plan
-from fxmem.passes.compress_saved import with_lean_saves
+from fxmem.passes.compress_saved import with_compressed_saves
 from fxmem.passes.emit import rewrite
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import drop_all, keep_all, simulate
@@ -38,10 +38,10 @@ MakePlan = Callable[[GraphProfile], Plan]
 # -- plans to force ----------------------------------------------------------------------------------------------------
 
 
-def on_the_way(graph_profile: GraphProfile) -> Plan:
+def passing(graph_profile: GraphProfile) -> Plan:
     """Drop whatever may be dropped; once recomputed, a storage is held until its last use."""
     last = len(graph_profile.recipes)
-    return Plan("on_the_way", tuple(KEEP if s.recipe is None else last for s in graph_profile.storages))
+    return Plan("passing", tuple(KEEP if s.recipe is None else last for s in graph_profile.storages))
 
 
 def random_limits(seed: int) -> MakePlan:
@@ -67,7 +67,7 @@ def tightest(graph_profile: GraphProfile) -> Plan:
 NUM_LEAN_PLANS = 2
 """Of the plans, the last ones are checked with calls that save less too, where the model has any."""
 
-PLANS: tuple[MakePlan, ...] = (keep_all, drop_all, on_the_way, random_limits(1), random_limits(2), tightest)
+PLANS: tuple[MakePlan, ...] = (keep_all, drop_all, passing, random_limits(1), random_limits(2), tightest)
 
 
 # -- what a step computes ----------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Checked:
     """What was checked, for tests that want to look further."""
 
     profiled: Profiled
-    captured: Captured
+    captured: CaptureGraph
     eager: Step
     peaks: dict[str, int]
     """Peak bytes by plan."""
@@ -223,7 +223,7 @@ def check(
     assert not changed, f"planning changed {changed}"
     plans, peaks, found = tuple(plans), {}, []
     graphs = [("", profiled, plans)]
-    lean = with_lean_saves(profiled, lambda node: False, least_share=0.0)
+    lean = with_compressed_saves(profiled, lambda node: False, least_share=0.0)
     if lean is not captured:
         leaner = profile(lean, example, PRESETS["cpu"].seconds, TrainingStep(loss_fn=loss, optimizer=None))
         graphs.append((" saving less", leaner, plans[-NUM_LEAN_PLANS:]))
@@ -281,4 +281,4 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-__all__ = ["PLANS", "Checked", "Step", "check", "differences", "on_the_way", "random_limits", "run", "tightest"]
+__all__ = ["PLANS", "Checked", "Step", "check", "differences", "passing", "random_limits", "run", "tightest"]

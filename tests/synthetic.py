@@ -135,12 +135,12 @@ def _forward_ticks(
     ticks = []
     for i, op in enumerate(ops):
         candidates = sorted({*op.reads, i} - {len(ops) - 1})
-        lets_go = [output_of[r] for r in candidates if last_reader[r] == i]
+        last_used = [output_of[r] for r in candidates if last_reader[r] == i]
         internal = internal_of[i]
-        lets_go += [] if internal is None else [internal]
+        last_used += [] if internal is None else [internal]
         peak_bytes = static_bytes + op.nbytes + op.internal_bytes + op.workspace_bytes
         created = _created(i, output_of, internal_of)
-        ticks.append(Tick(Phase.FORWARD, i, (), static_bytes, peak_bytes, created, tuple(lets_go), ()))
+        ticks.append(Tick(Phase.FORWARD, i, (), static_bytes, peak_bytes, created, tuple(last_used), ()))
     return ticks
 
 

@@ -94,11 +94,11 @@ def test_recipes_of_elementwise_ops_need_no_autograd_and_others_do():
     model, batch = _Gated(), (torch.randn(32, 16),)
     optimized = fxmem.optimize(model, batch, policy=[(lambda _: True, "recompute")], cost="a100")
     table = optimized.graph_module.fxmem_tape.table
-    used = {p for p, replay in enumerate(table.replays) if replay is not None}
+    used = {p for p, recompute in enumerate(table.recomputes) if recompute is not None}
     assert table.elementwise
     assert used - table.elementwise
     for p in used:
-        names = {node.name.rstrip("_0123456789") for node in table.replays[p].nodes}
+        names = {node.name.rstrip("_0123456789") for node in table.recomputes[p].nodes}
         assert (p in table.elementwise) == names.isdisjoint({"linear", "layer_norm"}), names
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxmem
-from fxmem.fake.meta_fixups import TruerFakes
+from fxmem.fake.meta_fixups import MetaFixups
 from tests.exactness import same_bits
 from tests.tiers import diagonal
 
@@ -25,7 +25,7 @@ WIDTH = 16
 def both(run: Callable[..., Any], *tensors: Tensor) -> tuple[Any, Any]:
     """Return what ``run`` makes of the tensors and of fakes of them."""
     real = run(*tensors)
-    with FakeTensorMode() as mode, TruerFakes():
+    with FakeTensorMode() as mode, MetaFixups():
         return real, run(*[mode.from_tensor(t) for t in tensors])
 
 

@@ -17,7 +17,7 @@ from fxmem.profiling.op_benchmark import with_measured_times
 from fxmem.profiling.profile import Profiled, profile
 from fxmem.profiling.roofline import PRESETS, flops_of
 from fxmem.runtime.layout import View
-from fxmem.runtime.recompute import NodeReplay, SavedInRerun
+from fxmem.runtime.recompute import NodeRecompute, SavedInRerun
 
 
 @pytest.fixture(autouse=True)
@@ -142,13 +142,13 @@ def test_a_grouped_matmul_is_measured_with_groups_that_hold_all_rows(monkeypatch
     x, ends = torch.randn(512, 128), torch.tensor([128, 256, 384, 512], dtype=torch.int32)
     inputs = Inputs.of((x, ends), {})
     profiled = profile(capture(Experts(), inputs), inputs, PRESETS["cpu"].seconds)
-    run, outputs = NodeReplay.run, []
+    run, outputs = NodeRecompute.run, []
 
-    def noting(node: NodeReplay, bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
+    def noting(node: NodeRecompute, bases: dict[int, torch.Tensor], saved: SavedInRerun) -> None:
         run(node, bases, saved)
         outputs.extend(t for t in bases.values() if t.numel() == 512 * 256)
 
-    monkeypatch.setattr(NodeReplay, "run", noting)
+    monkeypatch.setattr(NodeRecompute, "run", noting)
     with_measured_times(profiled, cache=False)
     assert outputs
     assert all((output != 0.0).all() for output in outputs)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fxmem.ir import KEEP, GraphProfile
-from fxmem.planners.incremental import Base, Bases, Resumed
+from fxmem.planners.incremental import Base, Bases, IncrementalRun
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import Run, Tables, tables_of
 from tests.synthetic import hourglass, random_dag, random_limits, residual_blocks
@@ -22,9 +22,9 @@ def whole_run(tables: Tables, limits: Limits) -> Run:
     return run
 
 
-def resumed_run(base: Base, limits: Limits) -> tuple[Resumed, int]:
+def resumed_run(base: Base, limits: Limits) -> tuple[IncrementalRun, int]:
     """Return the finished run and the number of stretches it lived through."""
-    steps, lived = Resumed(base, limits, record=True), 0
+    steps, lived = IncrementalRun(base, limits, record=True), 0
     while steps.advance():
         lived += 1
     return steps, lived

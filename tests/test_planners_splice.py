@@ -10,7 +10,7 @@ import pytest
 from fxmem.ir import FrontierPoint, GraphProfile, Plan
 from fxmem.planners import portfolio
 from fxmem.planners.pareto import Clock, Front, live, pareto
-from fxmem.planners.path_relinking import _pairs, splice
+from fxmem.planners.path_relinking import _pairs, relink_paths
 from fxmem.planners.simulate import Run, drop_all, keep_all, simulate, tables_of
 from tests.synthetic import hourglass, random_dag, random_limits, residual_blocks
 
@@ -23,7 +23,7 @@ def judged(profile: GraphProfile, plan: Plan) -> FrontierPoint:
 @pytest.mark.parametrize("profile", [residual_blocks(12), hourglass(5)], ids=["blocks", "hourglass"])
 def test_splicing_finds_plans_between_keeping_and_dropping_everything(profile: GraphProfile) -> None:
     points = pareto(judged(profile, make(profile)) for make in (keep_all, drop_all))
-    found = splice(profile, points, num_trials=200, clock=Clock(60.0))
+    found = relink_paths(profile, points, num_trials=200, clock=Clock(60.0))
     assert len(found) > len(points) + 3
     for point in found:
         assert judged(profile, point.plan) == point
@@ -42,7 +42,7 @@ def test_a_narrow_last_step_matters() -> None:
 def test_splicing_tries_no_more_than_it_may() -> None:
     profile = residual_blocks(12)
     points = pareto(judged(profile, make(profile)) for make in (keep_all, drop_all))
-    assert splice(profile, points, num_trials=0, clock=Clock(60.0)) == points
+    assert relink_paths(profile, points, num_trials=0, clock=Clock(60.0)) == points
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -9,7 +9,7 @@ import pytest
 from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.planners import neighbourhood_search
 from fxmem.planners.ilp import best_limits
-from fxmem.planners.neighbourhood_search import rechoose
+from fxmem.planners.neighbourhood_search import search_neighbourhoods
 from fxmem.planners.pareto import Clock, cheapest_within, judge, pareto
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import drop_all, keep_all
@@ -62,21 +62,21 @@ def _ends(profile: GraphProfile) -> tuple[FrontierPoint, ...]:
 @pytest.mark.parametrize("profile", [residual_blocks(6), hourglass(4)], ids=["blocks", "hourglass"])
 def test_windows_make_plans_cheaper_and_are_judged(profile: GraphProfile) -> None:
     points = _ends(profile)
-    found = rechoose(profile, points, num_windows=6, clock=Clock(60.0))
+    found = search_neighbourhoods(profile, points, num_windows=6, clock=Clock(60.0))
     for point in found:
         assert judge(profile, point.plan.planner, point.plan.limits) == point
     at_floor = cheapest_within(found, points[-1].peak_bytes)
     assert at_floor is not None
     assert at_floor.recompute_seconds < 0.9 * points[-1].recompute_seconds
-    assert rechoose(profile, points, num_windows=6, clock=Clock(60.0)) == found
+    assert search_neighbourhoods(profile, points, num_windows=6, clock=Clock(60.0)) == found
 
 
 @pytest.mark.slow
 def test_wider_windows_go_on_where_narrow_ones_helped(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = hourglass(5)
-    wide = rechoose(profile, _ends(profile), num_windows=40, clock=Clock(60.0))
+    wide = search_neighbourhoods(profile, _ends(profile), num_windows=40, clock=Clock(60.0))
     monkeypatch.setattr(neighbourhood_search, "WIDER", ())
-    narrow = rechoose(profile, _ends(profile), num_windows=40, clock=Clock(60.0))
+    narrow = search_neighbourhoods(profile, _ends(profile), num_windows=40, clock=Clock(60.0))
     assert wide[-1].peak_bytes == narrow[-1].peak_bytes
     assert wide[-1].recompute_seconds < 0.95 * narrow[-1].recompute_seconds < 0.9 * _ends(profile)[-1].recompute_seconds
 
@@ -84,10 +84,10 @@ def test_wider_windows_go_on_where_narrow_ones_helped(monkeypatch: pytest.Monkey
 def test_no_more_windows_than_it_may() -> None:
     profile = residual_blocks(6)
     points = _ends(profile)
-    assert rechoose(profile, points, num_windows=0, clock=Clock(60.0)) == points
+    assert search_neighbourhoods(profile, points, num_windows=0, clock=Clock(60.0)) == points
 
 
 @pytest.mark.slow
 def test_auto_uses_windows_on_graphs_too_large_for_the_whole_program() -> None:
     points = PLANNERS["auto"](residual_blocks(10, grad_bytes=1), seconds=60.0)
-    assert any(point.plan.planner == "windows" for point in points)
+    assert any(point.plan.planner == "neighbourhood search" for point in points)

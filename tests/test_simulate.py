@@ -106,7 +106,7 @@ class NaiveStep:
                 block.hold("forward")
                 if self.slots[s].kept and self.slots[s].referrers:
                     self.slots[s].fill(block)
-            for s in tick.lets_go:
+            for s in tick.last_used:
                 forward.pop(s).let_go("forward")
             for s in tick.releases:
                 slot = self.slots[s]

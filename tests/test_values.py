@@ -54,7 +54,7 @@ def test_an_optimized_model_goes_the_way_its_inputs_say() -> None:
         for mask in masks(rows) * 2:
             inputs = Inputs.of((x, mask), {})
             assert not differences(run(eager, eager, inputs), run(optimized, optimized, inputs))
-    assert sorted(optimized.fxmem.plans.ways) == [2, 2, 2]
+    assert sorted(optimized.fxmem.plans.specializations) == [2, 2, 2]
 
 
 @pytest.mark.slow

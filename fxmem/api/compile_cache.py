@@ -18,7 +18,7 @@ import torch
 from fxmem.capture.advice import capture_or_advise
 from fxmem.capture.dynamic_batch import largest_batch, resized, varying_dims, without_values
 from fxmem.capture.export import capture, fitting
-from fxmem.capture.graph import Captured, Dims, Inputs
+from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.capture.guards import ModelStates, arguments_of, constants_of
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
 from fxmem.passes.context import CompileContext, Settings
@@ -29,7 +29,7 @@ from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.backend_flags import present
 from fxmem.torch_patches import as_in_training
 
-MANY_WAYS = MANY_STATES = MANY_CONSTANTS = 8
+MANY_SPECIALIZATIONS = MANY_STATES = MANY_CONSTANTS = 8
 """Of one signature, by the values of inputs, of a model, by its attributes, or of its arguments that are no tensors: here
 the user hears that planning each takes time."""
 TO_THE_CALL = 9
@@ -40,7 +40,7 @@ TO_THE_CALL = 9
 class _Family:
     """Signatures that differ in sizes only."""
 
-    captured: Captured
+    captured: CaptureGraph
     """The graph of the latest."""
     example: Inputs
     """Its arguments, without values."""
@@ -48,7 +48,7 @@ class _Family:
     """Sizes that were planned for."""
 
 
-class Plans:
+class CompileCache:
     """What is compiled for ``model`` under ``settings``."""
 
     def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
@@ -61,9 +61,9 @@ class Plans:
         self._constants: set[Any] = set()
 
     @property
-    def ways(self) -> list[int]:
+    def specializations(self) -> list[int]:
         """By signature: how many ways through the model are compiled."""
-        return [len(ways) for ways in self._compiled.values()]
+        return [len(specializations) for specializations in self._compiled.values()]
 
     def find(self, inputs: Inputs, autocast: Autocast | None) -> Compiled | None:
         """Return what is compiled for the signature of ``inputs`` and serves them, if anything is."""
@@ -85,30 +85,30 @@ class Plans:
                 return compiled
             self._forget_replaced()
             self.latest = compiled = self._compile(inputs, autocast)
-            ways = self._compiled.setdefault(signature, [])
-            ways.append(compiled)
+            specializations = self._compiled.setdefault(signature, [])
+            specializations.append(compiled)
             after = self._signature(inputs, autocast)
             if after != signature:  # a first forward may leave something in the model's configs that later ones find
                 self._compiled.setdefault(after, []).append(compiled)
-        self._warn_of_many(inputs, ways)
+        self._warn_of_many(inputs, specializations)
         return compiled
 
     def _forget_replaced(self) -> None:
         """Let go of what is compiled for parameters that the model has no longer: nothing else may hold them."""
         present_ids = set(map(id, self._model.parameters()))
 
-        def holds(captured: Captured) -> bool:
+        def holds(captured: CaptureGraph) -> bool:
             return all(id(parameter) in present_ids for parameter in captured.parameters)
 
-        for ways in self._compiled.values():
-            ways[:] = [compiled for compiled in ways if holds(compiled.captured)]
+        for specializations in self._compiled.values():
+            specializations[:] = [compiled for compiled in specializations if holds(compiled.captured)]
         for key in [key for key, family in self._families.items() if not holds(family.captured)]:
             del self._families[key]
 
-    def _warn_of_many(self, inputs: Inputs, ways: list[Compiled]) -> None:
+    def _warn_of_many(self, inputs: Inputs, specializations: list[Compiled]) -> None:
         """Warn where what is planned for anew again and again could be told apart by tensors."""
         name = type(self._model).__name__
-        if len(ways) == 1 and self._states.count == MANY_STATES:
+        if len(specializations) == 1 and self._states.count == MANY_STATES:
             warnings.warn(
                 f"{name} was called with its attributes in {MANY_STATES} different states (the values of a counter or of a "
                 "schedule, perhaps); each is captured and planned anew. Keep counters out of the model, and what changes "
@@ -124,10 +124,10 @@ class Plans:
                     "captured and planned anew. Pass what changes from step to step as a tensor.",
                     stacklevel=TO_THE_CALL,
                 )
-        if len(ways) == MANY_WAYS:
+        if len(specializations) == MANY_SPECIALIZATIONS:
             warnings.warn(
-                f"{name} looks at values of its inputs and took {MANY_WAYS} different ways for calls of one signature; "
-                "each is planned anew. Move what looks at values out of the model.",
+                f"{name} looks at values of its inputs and took {MANY_SPECIALIZATIONS} different ways for calls of one "
+                "signature; each is planned anew. Move what looks at values out of the model.",
                 stacklevel=TO_THE_CALL,
             )
 
@@ -141,7 +141,7 @@ class Plans:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
         key = self._signature(inputs, autocast, with_sizes=False)
         family: _Family | None = self._families.get(key)
-        captured: Captured | None = None
+        captured: CaptureGraph | None = None
         if family is not None:
             captured = family.captured
             dims = varying_dims(family.example, inputs)
@@ -173,7 +173,7 @@ class Plans:
             planned.append(compiled.planned)
         return compiled
 
-    def _largest_batch(self, captured: Captured, inputs: Inputs) -> int:
+    def _largest_batch(self, captured: CaptureGraph, inputs: Inputs) -> int:
         """Return the largest size of the dynamic dimensions at which some plan fits."""
         settings = replace(self._settings, measure=False)
         budget_bytes = settings.budget_bytes
@@ -203,12 +203,14 @@ def _collected_afterwards() -> Iterator[None]:
         gc.collect()
 
 
-def _serving(ways: list[Compiled], inputs: Inputs) -> Compiled | None:
+def _serving(specializations: list[Compiled], inputs: Inputs) -> Compiled | None:
     """Return that of ``ways`` which the model goes with these inputs."""
-    return next((way for way in ways if way.captured.serves(inputs)), None)
+    return next((way for way in specializations if way.captured.serves(inputs)), None)
 
 
-def _captured_dynamic(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dims: Dims) -> Captured | None:
+def _captured_dynamic(
+    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dims: Dims
+) -> CaptureGraph | None:
     """Return a graph that serves other sizes of ``dims``, or None where the model's code is tied to one size."""
     try:
         return capture(model, inputs, autocast, dims)

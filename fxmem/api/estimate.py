@@ -27,7 +27,7 @@ from fxmem.api.arguments import (
 from fxmem.api.budget import parse_bytes
 from fxmem.capture.dynamic_batch import batch_dims, largest_batch, resized
 from fxmem.capture.export import capture, fitting
-from fxmem.capture.graph import Captured, Inputs
+from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.errors import unit_of
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.ir import PlainData, Timeline
@@ -51,7 +51,7 @@ class Question:
     multi_tensor: bool
     """Whether optimizers take multi-tensor kernels though the step is counted on the CPU."""
     planned: list[Planned] = field(default_factory=list)
-    _dynamic: Captured | None = None
+    _dynamic: CaptureGraph | None = None
 
     @contextmanager
     def on_fakes(self) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Question:
             profile = profile_for_short_memory(graph, other).profile
         return least_peak_bytes(profile, context.settings, self.planned, budget_bytes)
 
-    def dynamic_graph(self) -> Captured:
+    def dynamic_graph(self) -> CaptureGraph:
         """Return the graph that serves other batch sizes. Errors: ``CaptureError`` if the model is tied to its own."""
         if self._dynamic is None:
             context = self.context

@@ -28,7 +28,7 @@ from fxmem.api.arguments import (
     with_options,
 )
 from fxmem.api.budget import parse_budget
-from fxmem.api.compile_cache import Plans
+from fxmem.api.compile_cache import CompileCache
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.capture.guards import REGISTRIES
 from fxmem.errors import InputError, NotPlannedError
@@ -85,7 +85,7 @@ class Namespace:
 
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
         self.original, self.settings = original, settings
-        self.plans = Plans(original, settings)
+        self.plans = CompileCache(original, settings)
 
     def prepare(self, example_args: Any = None, example_kwargs: dict[str, Any] | None = None) -> Report:
         """Plan for a call with these arguments now, before training; return the report.

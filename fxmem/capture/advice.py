@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fxmem.capture.export import capture
-from fxmem.capture.graph import Captured, Inputs
+from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.errors import CaptureError, FxMemError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.modes import FewLooks, TooManyLooks
@@ -29,7 +29,7 @@ MOST_LOOKS = 1_000
 """At values, by a model that is run on fakes to see what its parts are called with."""
 
 
-def capture_or_advise(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> Captured:
+def capture_or_advise(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> CaptureGraph:
     """Return the graph of ``model``. Errors: as :func:`capture`, with the parts that could be optimized instead."""
     try:
         return capture(model, inputs, autocast)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import fx
 
-from fxmem.runtime.backend_flags import Switches, present, set_flags
+from fxmem.runtime.backend_flags import BackendFlags, present, set_flags
 from fxmem.torch_patches import nodes_shown_to
 
 NOTED = "fxmem_switches"
@@ -22,7 +22,7 @@ def noted_in_nodes(model: torch.nn.Module) -> Iterator[None]:
     Only what the call sets counts: torch.export itself has cuDNN and oneDNN off meanwhile.
     """
     around = present()
-    begun: list[Switches] = []
+    begun: list[BackendFlags] = []
 
     def note(node: fx.Node) -> None:
         switches = present()

@@ -22,11 +22,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxmem.capture.backend_flags_noted import NOTED, noted_in_nodes
 from fxmem.capture.frozen_norms import with_frozen_norms
-from fxmem.capture.graph import Captured, Dims, Inputs, SizeGuards, source_of, with_unused_state
+from fxmem.capture.graph import CaptureGraph, Dims, Inputs, SizeGuards, source_of, with_unused_state
 from fxmem.capture.opaque_calls import Opaque, kept_whole, opaque_call
 from fxmem.capture.pytrees import outputs_looked_into
 from fxmem.capture.validate import check_faithful
-from fxmem.capture.value_guards import KnownValues, Read, answered, places_of, seeing_values
+from fxmem.capture.value_guards import KnownValues, ValueGuard, answered, places_of, seeing_values
 from fxmem.errors import CaptureError, InputError, chain_of, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, attributes_restored, check_device
 from fxmem.fake.modes import DataRead, FewLooks, MemoryLooks, TooManyLooks
@@ -52,7 +52,7 @@ def _autocast_device(graph_module: fx.GraphModule) -> str | None:
 
 def capture(
     model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None = None, dynamic: Dims = frozenset()
-) -> Captured:
+) -> CaptureGraph:
     """Return the checked graph of ``model`` called with ``inputs`` in its present training mode.
 
     ``dynamic``: dimensions that stay symbolic, so that the graph serves other sizes of them. Errors: ``InputError`` if
@@ -77,7 +77,7 @@ def capture(
     return captured
 
 
-def _captured(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims) -> Captured:
+def _captured(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims) -> CaptureGraph:
     try:
         with attributes_restored(model), kept_whole(model) as opaques:
             module, out_spec, reads, conditions = _exported(model, inputs, autocast, dynamic)
@@ -99,7 +99,7 @@ def _captured(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
     guards = SizeGuards(conditions, inspect.signature(model.forward)) if dynamic else None
     if _has_places(graph_module):
         reads += tuple(places_of(inputs.leaves))
-    captured = Captured(graph_module, out_spec, autocast, dynamic, parameters, device, reads, guards)
+    captured = CaptureGraph(graph_module, out_spec, autocast, dynamic, parameters, device, reads, guards)
     _check_scalars(model, captured)
     _check_recurrent(model, captured)
     _check_dynamic(model, captured)
@@ -158,12 +158,12 @@ def _check_dense(model: torch.nn.Module, tensor: torch.Tensor) -> None:
         )
 
 
-def fitting(captured: Captured, model: torch.nn.Module, inputs: Inputs) -> Captured:
+def fitting(captured: CaptureGraph, model: torch.nn.Module, inputs: Inputs) -> CaptureGraph:
     """Return ``captured`` if it is the graph of ``model`` for the sizes of ``inputs``, else that of these sizes."""
     return captured if captured.fits(inputs) else capture(model, inputs, captured.autocast)
 
 
-_Exported = tuple[fx.GraphModule, TreeSpec, tuple[Read, ...], tuple[str, ...]]
+_Exported = tuple[fx.GraphModule, TreeSpec, tuple[ValueGuard, ...], tuple[str, ...]]
 
 
 def _exported(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims) -> _Exported:
@@ -230,7 +230,7 @@ def _dynamic_shapes(model: torch.nn.Module, inputs: Inputs, dynamic: Dims) -> di
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
-def _check_dynamic(model: torch.nn.Module, captured: Captured) -> None:
+def _check_dynamic(model: torch.nn.Module, captured: CaptureGraph) -> None:
     """torch.export quietly fixes a dimension the model's code is tied to; say so."""
     placeholders = [node for node in captured.graph_module.graph.nodes if node.op == "placeholder"]
     for i, d in sorted(captured.dynamic):
@@ -241,7 +241,7 @@ def _check_dynamic(model: torch.nn.Module, captured: Captured) -> None:
             )
 
 
-def _check_scalars(model: torch.nn.Module, captured: Captured) -> None:
+def _check_scalars(model: torch.nn.Module, captured: CaptureGraph) -> None:
     """A number read from a tensor is known only once the forward runs, so no plan can count on it."""
     for node in captured.graph_module.graph.nodes:
         if op_of(node.target) in _READING:
@@ -251,7 +251,7 @@ def _check_scalars(model: torch.nn.Module, captured: Captured) -> None:
             )
 
 
-def _check_recurrent(model: torch.nn.Module, captured: Captured) -> None:
+def _check_recurrent(model: torch.nn.Module, captured: CaptureGraph) -> None:
     """What cuDNN's recurrent layers save is not seen on fakes, and their dropout has a state that no re-run can restore."""
     if not torch.backends.cudnn.enabled or not any(p.is_cuda for p in model.parameters()):
         return
@@ -324,7 +324,7 @@ def _flat(module: fx.GraphModule, model: torch.nn.Module, opaques: list[Opaque])
             if own != Region():
                 env[node].target = Scoped(env[node].target, own)
     graph.lint()
-    return fx.GraphModule(attributes, graph, class_name="Captured")
+    return fx.GraphModule(attributes, graph, class_name="CaptureGraph")
 
 
 def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> Any:

@@ -14,7 +14,7 @@ from torch import fx
 from torch.autograd.grad_mode import _force_original_view_tracking
 
 from fxmem.capture.pytrees import flattened
-from fxmem.capture.value_guards import Read, all_hold
+from fxmem.capture.value_guards import ValueGuard, all_hold
 from fxmem.errors import InputError
 from fxmem.ir import InplaceDecision, Source
 from fxmem.runtime.autocast import Autocast
@@ -119,7 +119,7 @@ class SizeGuards:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CaptureGraph:
     """A captured model: ``graph_module`` takes the leaves of ``Inputs`` and returns a tuple of output leaves."""
 
     graph_module: fx.GraphModule
@@ -131,13 +131,13 @@ class Captured:
     """The model's parameters in its own order, in which an optimizer steps them."""
     autocast_device: str | None = None
     """Device type of the autocast regions inside the model, if there are any."""
-    reads: tuple[Read, ...] = ()
+    reads: tuple[ValueGuard, ...] = ()
     """What the model read of its inputs' values; the graph is that of calls that read the same."""
     guards: SizeGuards | None = None
     """What other sizes of the dynamic dimensions the graph is for."""
     inplace: tuple[InplaceDecision, ...] = ()
     """What was decided of each op that has an in-place form, once that pass has run."""
-    made_from: Captured | None = None
+    made_from: CaptureGraph | None = None
     """Of an emitted graph: the one that its plan was made for."""
 
     def fits(self, inputs: Inputs) -> bool:

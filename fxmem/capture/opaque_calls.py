@@ -26,7 +26,7 @@ from torch.utils.hooks import BackwardHook
 
 from fxmem.capture.pytrees import holds_tensors
 from fxmem.errors import CaptureError
-from fxmem.fake.meta_fixups import TruerFakes
+from fxmem.fake.meta_fixups import MetaFixups
 from fxmem.torch_patches import (
     backward_hooks_made_by,
     batch_norms_by,
@@ -183,7 +183,7 @@ def _emitted(table: list[Opaque], opaque: Opaque, args: Any, run: Callable[[], A
     proxies = tuple(mode.tracer.unwrap_proxy(tensor) for tensor in tensors)
     node = mode.tracer.create_proxy("call_function", _opaque_call, (len(table), *proxies), {}, name=opaque.__name__)
     table.append(opaque)
-    with disable_proxy_modes_tracing(), DisableTorchFunction(), TruerFakes():  # type: ignore[no-untyped-call]
+    with disable_proxy_modes_tracing(), DisableTorchFunction(), MetaFixups():  # type: ignore[no-untyped-call]
         output = run()
     return track_tensor_tree(output, node, constant=None, tracer=mode.tracer)
 

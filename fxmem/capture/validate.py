@@ -1,6 +1,6 @@
 """Whether a captured graph does what its model does: both are run on fakes and compared.
 
-In: a model, its :class:`Captured`, the inputs. Out: nothing, or a ``CaptureError`` that names what a graph would lose:
+In: a model, its :class:`CaptureGraph`, the inputs. Out: nothing, or a ``CaptureError`` that names what a graph would lose:
 nodes of autograd, effects in Python, what a second call would do otherwise.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fxmem.capture.graph import Captured, Inputs
+from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.pytrees import flattened
 from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import CaptureError, chain_of, first_lines, raised_in
@@ -49,7 +49,7 @@ class _Run:
     """Buffers of the model that it wrote to, or exchanged for others."""
 
 
-def check_faithful(model: torch.nn.Module, captured: Captured, inputs: Inputs) -> None:
+def check_faithful(model: torch.nn.Module, captured: CaptureGraph, inputs: Inputs) -> None:
     """Raise ``CaptureError`` if the model does what its graph would not: in autograd, in Python, in its next call."""
     try:
         eager = _run(model, model, captured, inputs, twice=True)
@@ -155,7 +155,9 @@ def _written(op: tuple[str, tuple[str, ...]]) -> str:
     return f"{op[0]}({', '.join(op[1])})"
 
 
-def _run(module: torch.nn.Module, model: torch.nn.Module, captured: Captured, inputs: Inputs, *, twice: bool) -> _Run:
+def _run(
+    module: torch.nn.Module, model: torch.nn.Module, captured: CaptureGraph, inputs: Inputs, *, twice: bool
+) -> _Run:
     """Run ``module``, the model itself or its graph, once or two times on fakes."""
     world = FakeWorld(inputs.leaves)
     fakes = [world.fake_all(leaf) for leaf in inputs.leaves]

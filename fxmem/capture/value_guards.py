@@ -2,9 +2,9 @@
 
 A model may look at values to choose a way: transformers leaves out an attention mask that is all ones, and takes another
 kernel. A graph has one way, so it holds for those calls only that take it; likewise where a tensor begins on its storage,
-if a graph has that as a constant. In: a call's real leaves and the fakes that stand for them. Out: :class:`Read`, what was
-read and how to read it from another call's leaves. Values are known of integer and bool inputs, of constants the model
-makes, and of whatever is computed from these alone; not of parameters or floats, which change in every step.
+if a graph has that as a constant. In: a call's real leaves and the fakes that stand for them. Out: :class:`ValueGuard`,
+what was read and how to read it from another call's leaves. Values are known of integer and bool inputs, of constants
+the model makes, and of whatever is computed from these alone; not of parameters or floats, which change in every step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Read:
+class ValueGuard:
     """One look at values: ``kind`` (such as ``Tensor.__bool__``) of ``value`` was ``seen``."""
 
     kind: Callable[..., Any]
@@ -71,7 +71,7 @@ class Read:
     seen: Any
 
 
-def all_hold(reads: Sequence[Read], leaves: Sequence[Any]) -> bool:
+def all_hold(reads: Sequence[ValueGuard], leaves: Sequence[Any]) -> bool:
     """True if a call with ``leaves`` sees what ``reads`` saw."""
     values = _Values(leaves)
     try:
@@ -103,11 +103,11 @@ class _Values:
         return self._leaves[leaf.leaf].shape[leaf.dim] if isinstance(leaf, Size) else leaf
 
 
-def places_of(leaves: Sequence[Any]) -> Iterator[Read]:
+def places_of(leaves: Sequence[Any]) -> Iterator[ValueGuard]:
     """Yield looks at where each of ``leaves`` begins on its storage."""
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-            yield Read(torch.Tensor.storage_offset, Leaf(i), int(leaf.storage_offset()))
+            yield ValueGuard(torch.Tensor.storage_offset, Leaf(i), int(leaf.storage_offset()))
 
 
 _BRANCHES = frozenset(function for function, fact in by_op(ReadsScalar).items() if fact.what == "branch")
@@ -129,7 +129,7 @@ class KnownValues(TorchFunctionMode):
 
     def __init__(self, leaves: Sequence[Any], *, numbers: bool = True) -> None:
         super().__init__()
-        self.reads: list[Read] = []
+        self.reads: list[ValueGuard] = []
         self._leaves = leaves
         self._kinds = _BRANCHES | _NUMBERS if numbers else _BRANCHES
         self._known = WeakTensorKeyDictionary()
@@ -161,7 +161,7 @@ class KnownValues(TorchFunctionMode):
             value, real = self._known[args[0]]
             seen = _without_modes(func, (real,), {})
             if _varies(value):
-                self.reads.append(Read(func, value, seen))
+                self.reads.append(ValueGuard(func, value, seen))
             return seen
         if not _writes(func, kwargs):
             output = func(*args, **kwargs)

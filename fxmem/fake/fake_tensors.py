@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fxmem.errors import CaptureError, InputError
-from fxmem.fake.meta_fixups import TruerFakes
+from fxmem.fake.meta_fixups import MetaFixups
 from fxmem.fake.python_state import PythonState, modules_held
 from fxmem.op_facts.kinds import ReadsScalar
 from fxmem.op_facts.lookup import by_op
@@ -112,7 +112,7 @@ class FakeWorld:
                 stack.enter_context(attributes_restored(module))
                 stack.enter_context(self.states_held_by(module))
             stack.enter_context(self.mode)
-            stack.enter_context(TruerFakes())  # type: ignore[no-untyped-call]
+            stack.enter_context(MetaFixups())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())
             stack.enter_context(grouped_matmuls())
             stack.enter_context(fakes_for_each())

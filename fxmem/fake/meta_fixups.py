@@ -27,7 +27,7 @@ from fxmem.torch_private import (
 aten = torch.ops.aten
 
 
-class TruerFakes(TorchDispatchMode):
+class MetaFixups(TorchDispatchMode):
     """Corrects what fake kernels return.
 
     Scalars read as 1. Sparse tensors keep their entries; sums and coalescing are taken to merge none, as many as there

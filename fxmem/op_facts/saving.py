@@ -21,7 +21,7 @@ def _unread(op: str) -> OpFact:
 
 def _pooled(num_dims: int) -> tuple[OpFact, ...]:
     whole, dispatched = f"aten.max_pool{num_dims}d", f"aten.max_pool{num_dims}d_with_indices"
-    form = CompressedForm("lean_max_pool", backward=f"{dispatched}_backward", num_dims=num_dims)
+    form = CompressedForm("compressed_max_pool", backward=f"{dispatched}_backward", num_dims=num_dims)
     has_own_kernel = num_dims > 1  # in one dimension it runs as one in two
     return (
         OpFact((f"{whole}.default",), NarrowIndices(num_dims), _INDICES, _INDICES_TEST, device="cpu"),

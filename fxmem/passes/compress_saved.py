@@ -22,21 +22,21 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxmem.capture.graph import Captured, with_unused_state
+from fxmem.capture.graph import CaptureGraph, with_unused_state
 from fxmem.fake.fake_tensors import FakeWorld, made_outside
 from fxmem.ir import NodeProfile
 from fxmem.op_facts.kinds import NarrowIndices, UnreadInput
 from fxmem.op_facts.lookup import by_op
-from fxmem.passes.compressed_forms import Wish, exchanged, may_narrow_masks
+from fxmem.passes.compressed_forms import Request, exchanged, may_narrow_masks
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.planners.policy import matches
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.compressed_ops import (
+    compressed_max_pool,
     frozen_convolution,
     index_dtype,
     input_unread,
-    lean_max_pool,
     masked_dropout,
     split_dim,
 )
@@ -64,14 +64,16 @@ class CompressSaved:
     def enabled(self, settings: Settings) -> bool:
         return settings.compress_saved
 
-    def apply(self, graph: Captured, context: CompileContext) -> Captured:
+    def apply(self, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
         policy = context.settings.policy
-        return with_lean_saves(context.profile_of(graph), lambda node: any(matches(where, node) for where, _ in policy))
+        return with_compressed_saves(
+            context.profile_of(graph), lambda node: any(matches(where, node) for where, _ in policy)
+        )
 
 
-def with_lean_saves(
+def with_compressed_saves(
     profiled: Profiled, stays_as_is: Callable[[NodeProfile], bool], least_share: float = LEAST_SHARE
-) -> Captured:
+) -> CaptureGraph:
     """Return the captured graph with calls that save less; the very same object if there are none.
 
     ``stays_as_is``: calls to leave alone.
@@ -81,14 +83,14 @@ def with_lean_saves(
         return captured
     calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
     free = [not stays_as_is(node) for node in profile.nodes]
-    wishes = _masks(profiled, free) | _indices_and_inputs(profiled, calls, free, least_share)
+    requests = _masks(profiled, free) | _indices_and_inputs(profiled, calls, free, least_share)
     known: dict[object, fx.Graph | None] = {}
     leaner: dict[fx.Node, fx.Graph] = {}
-    for k, wish in wishes.items():
+    for k, request in requests.items():
         node, views = calls[k], dict(profiled.arguments[k])
-        call = wish, _call_of(node, views)
+        call = request, _call_of(node, views)
         if call not in known:
-            known[call] = _leaner(node, views, wish, profiled.devices[0], captured.autocast)
+            known[call] = _leaner(node, views, request, profiled.devices[0], captured.autocast)
         if (parts := known[call]) is not None:
             leaner[node] = parts
     if not leaner:
@@ -100,7 +102,7 @@ def with_lean_saves(
     for node, parts in leaner.items():
         _write(parts, env[node])
     graph.lint()
-    module = fx.GraphModule(captured.graph_module, graph, class_name="Captured")
+    module = fx.GraphModule(captured.graph_module, graph, class_name="CaptureGraph")
     return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
 
 
@@ -119,10 +121,10 @@ def _write(parts: fx.Graph, call: fx.Node) -> None:
     call.args, call.kwargs = fx.map_arg((last.args, last.kwargs), inner.__getitem__)
 
 
-def notes_of(captured: Captured) -> Iterator[str]:
+def notes_of(captured: CaptureGraph) -> Iterator[str]:
     """Say how many calls save less than autograd's own."""
     calls = [(op_of(node.target), node.args) for node in captured.graph_module.graph.nodes]
-    poolings = [args[1:3] for op, args in calls if op is lean_max_pool]
+    poolings = [args[1:3] for op, args in calls if op is compressed_max_pool]
     num_masks = sum(op is masked_dropout for op, _ in calls)
     if num_masks:
         yield f"dropout masks of {num_masks} calls have one byte an element; the estimate leaves out what narrowing takes"
@@ -135,12 +137,12 @@ def notes_of(captured: Captured) -> Iterator[str]:
         yield f"inputs that no backward reads are not saved by {num_inputs} calls"
 
 
-def _masks(profiled: Profiled, free: list[bool]) -> dict[int, Wish]:
+def _masks(profiled: Profiled, free: list[bool]) -> dict[int, Request]:
     """Return the calls that may draw a mask and save it."""
     if not may_narrow_masks(profiled.devices[0].type):
         return {}
     return {
-        node.index: Wish(masks=True)
+        node.index: Request(masks=True)
         for node in profiled.profile.nodes
         if node.random and _internals(profiled, node) and free[node.index]
     }
@@ -154,7 +156,7 @@ def _internals(profiled: Profiled, node: NodeProfile) -> list[int]:
 
 def _indices_and_inputs(
     profiled: Profiled, calls: list[fx.Node], free: list[bool], least_share: float
-) -> dict[int, Wish]:
+) -> dict[int, Request]:
     """Return the max poolings and the calls whose input need not be saved; none if they are worth little."""
     nodes, storages = profiled.profile.nodes, profiled.profile.storages
     savers: dict[int, set[int]] = {}
@@ -164,15 +166,15 @@ def _indices_and_inputs(
     unread = {
         k: _inputs(profiled, call, k) for k, call in enumerate(calls) if free[k] and _is_unread(call, profiled, k)
     }
-    wishes, spared_bytes = {}, 0.0
+    requests, spared_bytes = {}, 0.0
     for k, inputs in unread.items():
         alone = bool(inputs) and all(savers[s] <= unread.keys() and not storages[s].why_kept for s in inputs)
         wide_bytes, narrow_bytes = _index_bytes(profiled, calls[k], k)
         if alone or narrow_bytes:
-            wishes[k] = Wish(indices=narrow_bytes > 0, input=alone)
+            requests[k] = Request(indices=narrow_bytes > 0, input=alone)
             spared_bytes += sum(storages[s].nbytes / len(savers[s]) for s in inputs if alone)
             spared_bytes += wide_bytes - narrow_bytes
-    return wishes if spared_bytes >= least_share * sum(storages[s].nbytes for s in savers) else {}
+    return requests if spared_bytes >= least_share * sum(storages[s].nbytes for s in savers) else {}
 
 
 def _index_bytes(profiled: Profiled, call: fx.Node, k: int) -> tuple[int, int]:
@@ -217,7 +219,7 @@ def _call_of(node: fx.Node, views: dict[int, View]) -> object:
 
 
 def _leaner(
-    node: fx.Node, views: dict[int, View], wish: Wish, device: torch.device, autocast: Autocast | None
+    node: fx.Node, views: dict[int, View], request: Request, device: torch.device, autocast: Autocast | None
 ) -> fx.Graph | None:
     """Return ops that do the same as ``node`` and save what is wished less; None where they are no others.
 
@@ -231,7 +233,7 @@ def _leaner(
     if device_type is not None and any(view.storage < 0 and view.requires_grad for view in views.values()):
         return None  # autocast casts a leaf once for all its uses, so their gradients add up before they are cast back
     graph = _parts(node, views, device, autocast)
-    if graph is None or not exchanged(graph, wish):
+    if graph is None or not exchanged(graph, request):
         return None
     *parts, output = graph.nodes
     if output.args[0] is not parts[-1] or any(part.op not in ("placeholder", "call_function") for part in parts):

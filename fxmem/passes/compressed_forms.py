@@ -19,10 +19,10 @@ from fxmem.op_facts.lookup import by_op, resolved
 from fxmem.runtime.compressed_ops import (
     BACKWARDS,
     POOL_BACKWARDS,
+    compressed_max_pool,
     dropout_mask,
     frozen_convolution,
     input_unread,
-    lean_max_pool,
     masked_dropout,
     safe_softmax,
 )
@@ -34,7 +34,7 @@ _PARTS = by_op(PartOf)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Request:
     """What a call is to save no longer."""
 
     masks: bool = False
@@ -55,9 +55,9 @@ def _has_form(node: fx.Node, form: Target) -> bool:
     return fact is not None and fact.form == form.__name__
 
 
-def exchanged(graph: fx.Graph, wish: Wish) -> bool:
+def exchanged(graph: fx.Graph, request: Request) -> bool:
     """Write the forms that save less into ``graph``; tell if there are any."""
-    exchange = _exchange_dropout if wish.masks else lambda node: _exchange_pool_or_input(node, wish)
+    exchange = _exchange_dropout if request.masks else lambda node: _exchange_pool_or_input(node, request)
     found = [exchange(node) for node in list(graph.nodes)]
     if any(found):
         _join_matmuls(graph)
@@ -118,16 +118,16 @@ def _exchange(last: fx.Node, form: Target, args: tuple[Any, ...], *others: fx.No
     return True
 
 
-def _exchange_pool_or_input(node: fx.Node, wish: Wish) -> bool:
+def _exchange_pool_or_input(node: fx.Node, request: Request) -> bool:
     if node.kwargs:
         return False
     if node.target in POOL_BACKWARDS:
         result, indices = node.users
-        args = (node.target, not wish.input, wish.indices, *node.args)
-        return _exchange(result, lean_max_pool, args, *indices.users, indices, node)
-    if wish.input and node.target in BACKWARDS:
+        args = (node.target, not request.input, request.indices, *node.args)
+        return _exchange(result, compressed_max_pool, args, *indices.users, indices, node)
+    if request.input and node.target in BACKWARDS:
         return _exchange(node, input_unread, (node.target, *node.args))
-    if wish.input and _has_form(node, frozen_convolution):
+    if request.input and _has_form(node, frozen_convolution):
         return _exchange(node, frozen_convolution, node.args)
     return False
 

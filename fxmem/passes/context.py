@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxmem.capture.dynamic_batch import without_values
-from fxmem.capture.graph import Captured, Inputs, device_of
+from fxmem.capture.graph import CaptureGraph, Inputs, device_of
 from fxmem.planners.policy import Rule
 from fxmem.profiling.profile import Profiled, profile
 from fxmem.profiling.roofline import Hardware, hardware_for
@@ -69,7 +69,7 @@ class CompileContext:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
         return hardware_for(device.type, name)
 
-    def profile_of(self, graph: Captured) -> Profiled:
+    def profile_of(self, graph: CaptureGraph) -> Profiled:
         """Return the profile of ``graph``, with estimated times. Errors: ``ProfileError``."""
         profiled = self._profiles.get(id(graph))
         if profiled is None:
@@ -79,7 +79,7 @@ class CompileContext:
             self._profiles[id(graph)] = profiled  # which holds the graph, so its id stays its own
         return profiled
 
-    def renamed(self, graph: Captured, other: Captured) -> Captured:
+    def renamed(self, graph: CaptureGraph, other: CaptureGraph) -> CaptureGraph:
         """Return ``other``, which has the nodes of ``graph`` and hence its profile."""
         self._profiles[id(other)] = replace(self.profile_of(graph), captured=other)
         return other

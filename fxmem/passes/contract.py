@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterable
 from typing import Protocol
 
-from fxmem.capture.graph import Captured
+from fxmem.capture.graph import CaptureGraph
 from fxmem.passes.context import CompileContext, Settings
 
 log = logging.getLogger("fxmem.passes")
@@ -33,11 +33,11 @@ class Pass(Protocol):
     def enabled(self, settings: Settings) -> bool:
         """Whether the user wants it."""
 
-    def apply(self, graph: Captured, context: CompileContext) -> Captured:
+    def apply(self, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
         """Return the graph rewritten, or the same object where there is nothing to do."""
 
 
-def run_passes(graph: Captured, passes: Iterable[Pass], context: CompileContext) -> Captured:
+def run_passes(graph: CaptureGraph, passes: Iterable[Pass], context: CompileContext) -> CaptureGraph:
     """Return ``graph`` after ``passes``, one after the other."""
     for each in passes:
         if not each.enabled(context.settings):
@@ -50,7 +50,7 @@ def run_passes(graph: Captured, passes: Iterable[Pass], context: CompileContext)
     return graph
 
 
-def difference(name: str, before: Captured, after: Captured, context: CompileContext) -> str:
+def difference(name: str, before: CaptureGraph, after: CaptureGraph, context: CompileContext) -> str:
     """Say in words and lines of code what a pass did."""
     if after is before:
         return f"{name}: nothing to do"
@@ -61,6 +61,6 @@ def difference(name: str, before: Captured, after: Captured, context: CompileCon
     return "\n".join([f"{name}: {sizes} nodes, {saved} MB saved for backward", *changed])
 
 
-def saved_bytes(graph: Captured, context: CompileContext) -> int:
+def saved_bytes(graph: CaptureGraph, context: CompileContext) -> int:
     """Return the bytes of what autograd saves, if nothing is dropped; of an emitted graph, those of what it came from."""
     return sum(s.nbytes for s in context.profile_of(graph.made_from or graph).profile.storages if s.num_saves)

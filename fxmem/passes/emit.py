@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxmem.capture.graph import Captured, attribute_of, count_of_batches
+from fxmem.capture.graph import CaptureGraph, attribute_of, count_of_batches
 from fxmem.ir import KEEP, Plan
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.op_bindings import callable_of
-from fxmem.runtime.recompute import Replay
+from fxmem.runtime.recompute import Recompute
 from fxmem.runtime.tape import TapedCall, TapeOpener, close_tape
 from fxmem.runtime.tape_table import NodeTape, TapeTable
 
@@ -45,7 +45,7 @@ class Emit:
     def enabled(self, settings: Settings) -> bool:
         return True
 
-    def apply(self, graph: Captured, context: CompileContext) -> Captured:
+    def apply(self, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
         return replace(graph, graph_module=rewrite(context.profile_of(graph), self.plan), made_from=graph)
 
 
@@ -54,7 +54,7 @@ def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:
     live = _live(profiled, plan)
     captured = profiled.captured.graph_module
     tapes = _node_tapes(profiled, plan, live)
-    statics = sorted({j for r in live.recipes for j in _statics_of(profiled.replays[r])}, reverse=True)
+    statics = sorted({j for r in live.recipes for j in _statics_of(profiled.recomputes[r])}, reverse=True)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     tape: fx.Node | None = None
@@ -101,9 +101,9 @@ def _read_static(graph: fx.Graph, env: dict[fx.Node, fx.Node], node: fx.Node) ->
     return env[node] if node in env else graph.node_copy(node)
 
 
-def _statics_of(replay: Replay | None) -> tuple[int, ...]:
-    assert replay is not None
-    return tuple(dict.fromkeys(view.storage for node in replay.nodes for _, view in node.refs if view.storage < 0))
+def _statics_of(recompute: Recompute | None) -> tuple[int, ...]:
+    assert recompute is not None
+    return tuple(dict.fromkeys(view.storage for node in recompute.nodes for _, view in node.refs if view.storage < 0))
 
 
 def _live(profiled: Profiled, plan: Plan) -> _Live:
@@ -199,10 +199,12 @@ def _table(profiled: Profiled, plan: Plan, live: _Live, tapes: dict[int, NodeTap
     used = [r if r in live.recipes else None for r in range(len(profile.recipes))]
     return TapeTable(
         nodes=tapes,
-        replays=tuple(None if r is None else profiled.replays[r] for r in used),
-        elementwise=frozenset(r for r in live.recipes if (replay := profiled.replays[r]) and replay.elementwise),
+        recomputes=tuple(None if r is None else profiled.recomputes[r] for r in used),
+        elementwise=frozenset(
+            r for r in live.recipes if (recompute := profiled.recomputes[r]) and recompute.elementwise
+        ),
         recipe_inputs=tuple(recipe.inputs for recipe in profile.recipes),
-        recipe_statics=tuple(() if r is None else _statics_of(profiled.replays[r]) for r in used),
+        recipe_statics=tuple(() if r is None else _statics_of(profiled.recomputes[r]) for r in used),
         recipe_of=tuple(s.recipe for s in profile.storages),
         limits=plan.limits,
         dropped=live.dropped,

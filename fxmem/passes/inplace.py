@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxmem.capture.graph import Captured, with_unused_state
+from fxmem.capture.graph import CaptureGraph, with_unused_state
 from fxmem.ir import InplaceDecision
 from fxmem.op_facts.kinds import InPlaceForm
 from fxmem.op_facts.lookup import by_op
@@ -113,7 +113,7 @@ class Inplace:
     def enabled(self, settings: Settings) -> bool:
         return settings.inplace
 
-    def apply(self, graph: Captured, context: CompileContext) -> Captured:
+    def apply(self, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
         decisions = decide(context.profile_of(graph))
         if any(not decision.why_not for decision in decisions):
             return replace(in_place(graph, decisions), inplace=decisions)
@@ -122,7 +122,7 @@ class Inplace:
         return context.renamed(graph, replace(graph, inplace=decisions))
 
 
-def in_place(captured: Captured, decisions: tuple[InplaceDecision, ...]) -> Captured:
+def in_place(captured: CaptureGraph, decisions: tuple[InplaceDecision, ...]) -> CaptureGraph:
     """Return ``captured`` with the proved ops done in place."""
     proved = {decision.node for decision in decisions if not decision.why_not}
     graph = fx.Graph()
@@ -133,5 +133,5 @@ def in_place(captured: Captured, decisions: tuple[InplaceDecision, ...]) -> Capt
             form = FORMS[_IN_PLACE[op_of(node.target)].form]
             env[node].target = Scoped(form, node.target.region) if isinstance(node.target, Scoped) else form
     graph.lint()
-    module = fx.GraphModule(captured.graph_module, graph, class_name="Captured")
+    module = fx.GraphModule(captured.graph_module, graph, class_name="CaptureGraph")
     return replace(captured, graph_module=with_unused_state(module, captured.graph_module))

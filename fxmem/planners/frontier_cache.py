@@ -44,7 +44,7 @@ def key(profile: GraphProfile, planner: str, seconds: float) -> str:
     nodes = [(n.reads, n.creates, n.saves) for n in profile.nodes]
     recipes = [(r.nodes, r.inputs, r.products, r.seconds, r.peak_bytes, r.capture_peak_bytes) for r in profile.recipes]
     ticks = [
-        (t.phase.value, t.node, t.unpacks, t.start_bytes, t.peak_bytes, t.creates, t.lets_go, t.releases)
+        (t.phase.value, t.node, t.unpacks, t.start_bytes, t.peak_bytes, t.creates, t.last_used, t.releases)
         for t in profile.ticks
     ]
     return disk_cache.digest(_source(), planner, repr(seconds), repr(storages), repr(nodes), repr(recipes), repr(ticks))

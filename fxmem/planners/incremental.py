@@ -36,7 +36,7 @@ MOST_CHANGES = 4
 """Limits by which plans may differ from a base that is not their own."""
 
 
-class Whole:
+class FullRun:
     """A run from the start."""
 
     def __init__(self, tables: Tables, limits: Limits) -> None:
@@ -117,7 +117,7 @@ class Bases:
             del self._bases[next(iter(self._bases))]
 
 
-class Resumed:
+class IncrementalRun:
     """A run of ``limits`` that starts where it first differs from ``base``."""
 
     def __init__(self, base: Base, limits: Sequence[int], *, record: bool = False) -> None:

@@ -25,10 +25,10 @@ class Events:
 def events_of(tables: Tables) -> Events:
     """Return the events of all storages."""
     events = Events([0] * len(tables.nbytes), [0] * len(tables.nbytes), {}, {})
-    for tick, (unpacks, _, _, creates, lets_go, releases) in enumerate(tables.ticks):
+    for tick, (unpacks, _, _, creates, last_used, releases) in enumerate(tables.ticks):
         for s in creates:
             events.created[s] = tick
-        for s in lets_go:
+        for s in last_used:
             events.gone[s] = tick
         for s in unpacks:
             events.unpacked.setdefault(s, tick)

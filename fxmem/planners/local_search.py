@@ -31,7 +31,7 @@ def improve(
     for point in evenly(front, max(MOST_MOVES, num_trials)):
         search.join(point.peak_bytes, point.recompute_seconds, point.plan.limits)
     search.walk(num_trials, clock)
-    found = (FrontierPoint(Plan("search", limits), peak, cost) for peak, cost, limits in search.front.rows)
+    found = (FrontierPoint(Plan("local search", limits), peak, cost) for peak, cost, limits in search.front.rows)
     return pareto((*front, *found))
 
 
@@ -171,9 +171,9 @@ def reached_positions(tables: Tables) -> list[int]:
 def _lifetimes(tables: Tables) -> tuple[list[int], list[int]]:
     """Return for each storage, if kept, the tick that creates it and the one after which autograd is done with it."""
     created, ended = [0] * len(tables.nbytes), [0] * len(tables.nbytes)
-    for number, (_, _, _, creates, lets_go, releases) in enumerate(tables.ticks):
+    for number, (_, _, _, creates, last_used, releases) in enumerate(tables.ticks):
         for s in creates:
             created[s] = number
-        for s in (*lets_go, *releases):
+        for s in (*last_used, *releases):
             ended[s] = number
     return created, ended

@@ -39,7 +39,7 @@ SECONDS = 60.0
 """For one neighbourhood, should that take far longer than ever seen."""
 
 
-def rechoose(
+def search_neighbourhoods(
     profile: GraphProfile, points: Iterable[FrontierPoint], *, num_windows: int, clock: Clock
 ) -> tuple[FrontierPoint, ...]:
     """Return the Pareto set of ``points`` and of what choosing at most ``num_windows`` neighbourhoods anew brings."""
@@ -105,7 +105,7 @@ class _Descent:
             most_variables=most_variables,
         )
         if found.limits is not None:
-            better = judge_all(self.profile, "windows", [found.limits], self.clock)
+            better = judge_all(self.profile, "neighbourhood search", [found.limits], self.clock)
             self.points = pareto((*self.points, *better))
         helped = self._at(budget_bytes) != point
         self.num_helped += helped

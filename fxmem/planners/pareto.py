@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from fxmem.ir import FrontierPoint, GraphProfile, Plan
-from fxmem.planners.incremental import Base, Resumed, Whole
+from fxmem.planners.incremental import Base, FullRun, IncrementalRun
 from fxmem.planners.simulate import Run, Tables, simulate, tables_of
 from fxmem.progress import check_interrupted
 
@@ -95,7 +95,7 @@ def live(tables: Tables, limits: Limits, front: Front | None = None, base: Base 
     Late refills of long runs cost time quadratic in their length, to simulate as to train with. Peak and seconds so far
     are lower bounds, so most runs that a front beats need not be finished. ``base``: a finished run of similar limits.
     """
-    steps: Whole | Resumed = Whole(tables, limits) if base is None else Resumed(base, limits)
+    steps: FullRun | IncrementalRun = FullRun(tables, limits) if base is None else IncrementalRun(base, limits)
     run = steps.run
     least_seconds = LESS * run.least_seconds() if front is not None and base is None else 0.0
     most_recomputed = MOST_RERUNS * len(tables.inputs) + 1_000

@@ -27,7 +27,7 @@ RISES = (1.0, 1.03, 1.1, 1.3)
 """Cheap plans tried with a dear one: those next above so many times its peak."""
 
 
-def splice(
+def relink_paths(
     profile: GraphProfile, points: Iterable[FrontierPoint], *, num_trials: int, clock: Clock
 ) -> tuple[FrontierPoint, ...]:
     """Return the Pareto set of ``points`` and of what at most about ``num_trials`` simulated combinations bring."""
@@ -45,7 +45,7 @@ def splice(
         tried.add(pair)
         splicer.run(*pair)
     return tuple(
-        FrontierPoint(Plan(names.get(limits, "splice"), limits), peak_bytes, seconds)
+        FrontierPoint(Plan(names.get(limits, "path relinking"), limits), peak_bytes, seconds)
         for peak_bytes, seconds, limits in reversed(front.rows)
     )
 

@@ -14,9 +14,9 @@ from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.planners import chen, ilp, mincut, segment_dp
 from fxmem.planners.bound import Relaxation
 from fxmem.planners.local_search import improve
-from fxmem.planners.neighbourhood_search import LEAST_GAIN, rechoose
+from fxmem.planners.neighbourhood_search import LEAST_GAIN, search_neighbourhoods
 from fxmem.planners.pareto import Clock, Limits, judge_all, pareto
-from fxmem.planners.path_relinking import splice
+from fxmem.planners.path_relinking import relink_paths
 from fxmem.planners.repair import Repair
 from fxmem.planners.simulate import drop_all, tables_of
 
@@ -62,10 +62,10 @@ def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, .
     num_trials = min(MOST_TRIALS, SEARCH_WORK // max(1, len(profile.recipes)))
     points += judge_all(profile, "relaxation", _suggested(profile, pareto(points), clock), clock)
     found = improve(profile, pareto(points), num_trials=num_trials, clock=clock)
-    found = splice(profile, found, num_trials=num_trials // 2, clock=clock)
+    found = relink_paths(profile, found, num_trials=num_trials // 2, clock=clock)
     found = _repaired(profile, found, clock)
     num_windows = min(MOST_WINDOWS, int(WINDOW_WORK / max(1, len(profile.recipes)) ** 1.5))
-    found = rechoose(profile, found, num_windows=num_windows, clock=clock)
+    found = search_neighbourhoods(profile, found, num_windows=num_windows, clock=clock)
     if len(profile.recipes) <= MOST_EXACT_RECIPES:
         found = _exact(profile, found, clock)
     return _polished(profile, found, num_trials // 4, clock)
@@ -78,7 +78,7 @@ def _polished(
     for _ in range(MOST_TURNS):
         before = points
         points = improve(profile, points, num_trials=num_trials, clock=clock)
-        points = splice(profile, points, num_trials=num_trials, clock=clock)
+        points = relink_paths(profile, points, num_trials=num_trials, clock=clock)
         if clock.over or _area(points, before) >= (1.0 - TURN_GAIN) * _area(before, before):
             break
     return points

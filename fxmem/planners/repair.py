@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxmem.ir import KEEP
-from fxmem.planners.incremental import Bases, Resumed
+from fxmem.planners.incremental import Bases, IncrementalRun
 from fxmem.planners.lifetimes import events_of
 from fxmem.planners.local_search import reached_positions
 from fxmem.planners.pareto import MOST_RERUNS, Limits
@@ -69,7 +69,7 @@ class Repair:
         """
         self.num_runs += 1
         base = self.bases.of(limits if near is None else near)
-        steps = Resumed(base, limits, record=True)
+        steps = IncrementalRun(base, limits, record=True)
         run, most = steps.run, MOST_RERUNS * len(self.tables.inputs) + 1_000
         excess_bytes, seen = _excess_bytes(steps.lives_before, budget_bytes), 0
         assert run.steps is not None

@@ -169,7 +169,7 @@ def _lifetimes(profile: GraphProfile) -> tuple[list[int], list[int]]:
     for number, tick in enumerate(profile.ticks):
         for s in tick.creates:
             created[s] = number
-        for s in (*tick.lets_go, *tick.releases):
+        for s in (*tick.last_used, *tick.releases):
             ended[s] = number
     return created, ended
 
@@ -192,7 +192,7 @@ class _Rows:
             int(self.start_bytes[number]),
             int(self.peak_bytes[number]),
             tuple(own[s] for s in tick.creates if s in own),
-            tuple(own[s] for s in tick.lets_go if s in own),
+            tuple(own[s] for s in tick.last_used if s in own),
             tuple(own[s] for s in tick.releases if s in own),
         )
 
@@ -226,9 +226,16 @@ class _Rows:
         before = tuple(begun.pop(numbers[0] - 1, ()))
         rows: list[TickRow] = [((), start, start, before, before, self._released_before(numbers[0]))]
         for number in numbers:
-            unpacks, start, peak, creates, lets_go, releases = self._row(number)
+            unpacks, start, peak, creates, last_used, releases = self._row(number)
             new = tuple(begun.get(number, ()))
-            row = (unpacks, start, peak, creates + new, new + tuple(s for s in lets_go if s not in self.held), releases)
+            row = (
+                unpacks,
+                start,
+                peak,
+                creates + new,
+                new + tuple(s for s in last_used if s not in self.held),
+                releases,
+            )
             if not any((unpacks, *row[3:])) and not any(rows[-1][3:]):
                 unpacks, start, previous_peak, *_ = rows.pop()
                 row = (unpacks, start, max(previous_peak, peak), (), (), ())
@@ -260,5 +267,5 @@ def _relative(
 
 
 def _lowered(row: TickRow, base_bytes: int) -> TickRow:
-    unpacks, start, peak, creates, lets_go, releases = row
-    return unpacks, start - base_bytes, peak - base_bytes, creates, lets_go, releases
+    unpacks, start, peak, creates, last_used, releases = row
+    return unpacks, start - base_bytes, peak - base_bytes, creates, last_used, releases

@@ -7,7 +7,7 @@ of times: tables are made once for a profile (or a part of it), a run costs micr
 
 NOTE [Who holds a managed storage]
 
-1. The forward holds it from its creation to ``lets_go``.
+1. The forward holds it from its creation to ``last_used``.
 2. If it is kept: every saved tensor of autograd on it holds it until released, and so does every empty slot that lists
    it among its recipe's inputs.
 3. If it is dropped: it has a *slot*, empty after the forward. A slot lives while a saved tensor on its storage, or an
@@ -33,7 +33,7 @@ SECONDS_UNIT = 2.0**40
 """Parts of a second that times are rounded to."""
 
 TickRow = tuple[tuple[int, ...], int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""A tick as ``(unpacks, start_bytes, peak_bytes, creates, lets_go, releases)``."""
+"""A tick as ``(unpacks, start_bytes, peak_bytes, creates, last_used, releases)``."""
 
 
 def simulate(profile: GraphProfile, plan: Plan, *, with_steps: bool = False) -> Timeline:
@@ -108,7 +108,7 @@ def tables_of(profile: GraphProfile) -> Tables:
 def _make_tables(profile: GraphProfile) -> Tables:
     storages, recipes = profile.storages, profile.recipes
     nbytes = [s.nbytes for s in storages]
-    ticks = [(t.unpacks, t.start_bytes, t.peak_bytes, t.creates, t.lets_go, t.releases) for t in profile.ticks]
+    ticks = [(t.unpacks, t.start_bytes, t.peak_bytes, t.creates, t.last_used, t.releases) for t in profile.ticks]
     return Tables(
         nbytes=nbytes,
         num_saves=[s.num_saves for s in storages],
@@ -130,14 +130,14 @@ def prefix_of(ticks: list[TickRow], nbytes: list[int]) -> Prefix:
     held: dict[int, None] = {}
     gone: dict[int, int] = {}
     held_bytes, live_bytes = 0, []
-    for tick, (unpacks, _, peak_bytes, creates, lets_go, releases) in enumerate(ticks):
+    for tick, (unpacks, _, peak_bytes, creates, last_used, releases) in enumerate(ticks):
         if unpacks or releases:
             break
         live_bytes.append(held_bytes + peak_bytes)
         held |= dict.fromkeys(creates)
-        gone |= {s: tick for s in lets_go if s in held}
-        held_bytes += sum(nbytes[s] for s in creates) - sum(nbytes[s] for s in lets_go if s in held)
-        for s in lets_go:
+        gone |= {s: tick for s in last_used if s in held}
+        held_bytes += sum(nbytes[s] for s in creates) - sum(nbytes[s] for s in last_used if s in held)
+        for s in last_used:
             held.pop(s, None)
     later = dict.fromkeys(s for row in ticks for s in row[0])
     next_event = [len(ticks)] * len(nbytes)
@@ -261,7 +261,7 @@ class Run:
         """Live through ``ticks``, the first of which has number ``first``."""
         full, owners, alive, in_forward = self.full, self.owners, self.alive, self.in_forward
         nbytes, steps = self.tables.nbytes, self.steps
-        for tick, (unpacks, start_bytes, tick_bytes, creates, lets_go, releases) in enumerate(ticks, first):
+        for tick, (unpacks, start_bytes, tick_bytes, creates, last_used, releases) in enumerate(ticks, first):
             for s in unpacks:
                 if not full[s]:
                     self.tick = tick
@@ -274,7 +274,7 @@ class Run:
             for s in creates:
                 in_forward[s] = alive[s] = True
                 self.managed_bytes += nbytes[s]
-            for s in lets_go:
+            for s in last_used:
                 in_forward[s] = False
                 if alive[s] and not (full[s] and owners[s]):
                     alive[s] = False

@@ -34,7 +34,7 @@ from fxmem.op_facts.lookup import by_op
 from fxmem.profiling.profile import NodeTimer, Profiled
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward
 from fxmem.runtime.layout import View
-from fxmem.runtime.recompute import NodeReplay, SavedInRerun, leaves_of
+from fxmem.runtime.recompute import NodeRecompute, SavedInRerun, leaves_of
 from fxmem.runtime.scoped_ops import Scoped, op_of
 from fxmem.torch_private import OpOverload
 
@@ -177,7 +177,7 @@ class _Job(NamedTuple):
     """One op on one geometry."""
 
     name: str
-    node: NodeReplay
+    node: NodeRecompute
     autocast: Autocast | None
     roofline_seconds: float
     """Of all nodes that run it, one run each."""
@@ -192,7 +192,12 @@ def _measure_all(profiled: Profiled, device: torch.device, *, cache: bool) -> di
     if cache:
         known.update(_load(key))
     num_known, end = len(known), time.monotonic() + MOST_SECONDS
-    names = {node.index: _name(node, replay.autocast) for replay in profiled.replays if replay for node in replay.nodes}
+    names = {
+        node.index: _name(node, recompute.autocast)
+        for recompute in profiled.recomputes
+        if recompute
+        for node in recompute.nodes
+    }
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for job in _jobs(profiled, names):
             if job.name not in known:
@@ -216,12 +221,12 @@ _remembered: dict[str, dict[str, Seconds | None]] = {}
 def _jobs(profiled: Profiled, names: dict[int, str]) -> Iterator[_Job]:
     """Yield what to measure: for each op first the geometry that weighs most, then the next ones; heavy ops first."""
     jobs: dict[str, _Job] = {}
-    for replay in profiled.replays:
-        for node in replay.nodes if replay is not None else ():
+    for recompute in profiled.recomputes:
+        for node in recompute.nodes if recompute is not None else ():
             seconds = profiled.profile.nodes[node.index].seconds
             before = jobs.get(names[node.index])
             total = seconds + (before.roofline_seconds if before else 0.0)
-            jobs[names[node.index]] = _Job(names[node.index], node, replay.autocast if replay else None, total)
+            jobs[names[node.index]] = _Job(names[node.index], node, recompute.autocast if recompute else None, total)
     by_op: dict[str, list[_Job]] = {}
     for job in sorted(jobs.values(), key=lambda job: -job.roofline_seconds):
         by_op.setdefault(str(job.node.target), []).append(job)
@@ -250,7 +255,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
-def _name(node: NodeReplay, autocast: Autocast | None) -> str:
+def _name(node: NodeRecompute, autocast: Autocast | None) -> str:
     """Equal for nodes that run the same op on the same geometry."""
     places = {place for place, _ in node.refs}
     constants = [repr(leaf) for place, leaf in enumerate(node.leaves) if place not in places]
@@ -291,7 +296,7 @@ def _measure(job: _Job, device: torch.device) -> Seconds | None:
 
 
 def _backward_seconds(
-    node: NodeReplay, bases: dict[int, torch.Tensor], device: torch.device, autocast: Autocast | None
+    node: NodeRecompute, bases: dict[int, torch.Tensor], device: torch.device, autocast: Autocast | None
 ) -> float:
     """Return the median time of the backward of ``node``; 0 if it has none."""
     with torch.enable_grad(), autocast_as_in_forward(autocast, (device,)):

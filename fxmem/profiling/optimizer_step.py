@@ -2,7 +2,7 @@
 
 In: a step, pairs of real and fake parameters, the tracker that watches. Out: what
 :func:`fxmem.profiling.training_step.run_step` takes. An optimizer's step depends on nothing but parameters, gradients
-and state, so what one run saw of it is :class:`Seen`, and later runs over gradients alike repeat its allocations
+and state, so what one run saw of it is :class:`RecordedStep`, and later runs over gradients alike repeat its allocations
 instead of its ops: of a step with Adam more than half are its.
 """
 
@@ -36,7 +36,7 @@ class SeenOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RecordedStep:
     """What one run of a step tells of others of the same step of the same model."""
 
     gradients: Gradients
@@ -125,7 +125,7 @@ def steady_state(
     parameters: Sequence[tuple[torch.Tensor, torch.Tensor]],
     micro_batch: Callable[[], None],
     tracker: StorageTracker,
-    seen: Seen | None = None,
+    seen: RecordedStep | None = None,
 ) -> tuple[SteadyOptimizer | None, torch.amp.GradScaler | None]:
     """Return optimizer and scaler of ``step`` over fake parameters in their steady state; leave earlier gradients.
 

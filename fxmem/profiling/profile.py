@@ -1,6 +1,6 @@
 """From one observed training step to the plain :class:`GraphProfile` that planners work on, and its recipes' replays.
 
-In: an :class:`Observation`. Out: a :class:`Profiled`. Bytes are exact: the curve of what no plan changes is read from
+In: an :class:`StepTrace`. Out: a :class:`Profiled`. Bytes are exact: the curve of what no plan changes is read from
 the observed allocations, and each recipe is run once more on fakes to see the peak of its re-run
 (:mod:`fxmem.profiling.recompute_peaks`). Not modelled: scratch that a kernel allocates below the dispatcher.
 """
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 
 import torch
 
-from fxmem.capture.graph import Captured, Inputs, count_of_batches, source_of
+from fxmem.capture.graph import CaptureGraph, Inputs, count_of_batches, source_of
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.ir import GraphProfile, NodeProfile, Recipe, Storage
 from fxmem.op_facts.kinds import Elementwise
 from fxmem.op_facts.lookup import by_op
-from fxmem.profiling.observation import NodeObservation, Observation
 from fxmem.profiling.op_effects import UPDATES
-from fxmem.profiling.optimizer_step import Seen, clears_all
-from fxmem.profiling.recompute_peaks import Rerun, rerun
-from fxmem.profiling.step_trace import observe
+from fxmem.profiling.optimizer_step import RecordedStep, clears_all
+from fxmem.profiling.recompute_peaks import RecomputePeaks, rerun
+from fxmem.profiling.step_trace import trace_step
 from fxmem.profiling.ticks import managed_storages, ticks_of
+from fxmem.profiling.trace_records import NodeTrace, StepTrace
 from fxmem.profiling.training_step import BARE, TrainingStep, usual_gradients
 from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import callable_of
-from fxmem.runtime.recompute import NodeReplay, Replay
+from fxmem.runtime.recompute import NodeRecompute, Recompute
 from fxmem.runtime.scoped_ops import op_of, op_text
 from fxmem.torch_private import OpOverload, is_composite
 
@@ -40,8 +40,8 @@ class Profiled:
     """A profile with what the rewriter needs beside it."""
 
     profile: GraphProfile
-    captured: Captured
-    replays: tuple[Replay | None, ...]
+    captured: CaptureGraph
+    recomputes: tuple[Recompute | None, ...]
     """By recipe."""
     arguments: tuple[tuple[tuple[int, View], ...], ...]
     """By node: (place, geometry) of tensor arguments; ``View.storage`` is a managed index or ``~j``."""
@@ -57,14 +57,14 @@ class Profiled:
     """Devices the graph's tensors lie on."""
     draws_on: tuple[tuple[torch.device, ...], ...]
     """By node: devices from whose generators it draws."""
-    seen: Seen | None
+    seen: RecordedStep | None
     """What other runs of the step may rely on; None if what the backward leaves cannot be told one by one."""
-    reruns: dict[object, Rerun | None]
+    reruns: dict[object, RecomputePeaks | None]
     """What was seen of re-runs, by what is run on what geometry; None: it saves other tensors than the forward."""
 
 
 def profile(
-    captured: Captured,
+    captured: CaptureGraph,
     inputs: Inputs,
     timer: NodeTimer,
     step: TrainingStep = BARE,
@@ -75,29 +75,29 @@ def profile(
     ``timer`` gives seconds for (FLOPs, bytes moved). ``earlier``: a profile of another graph of the same model, of which
     what the backward leaves, what the optimizer does and the peaks of equal re-runs are taken. Errors: ``ProfileError``.
     """
-    observation, world = _observed(captured, inputs, step, None if earlier is None else earlier.seen)
-    return _Builder(captured, observation, timer, world, {} if earlier is None else dict(earlier.reruns)).build()
+    trace, world = _observed(captured, inputs, step, None if earlier is None else earlier.seen)
+    return _Builder(captured, trace, timer, world, {} if earlier is None else dict(earlier.reruns)).build()
 
 
 def _observed(
-    captured: Captured, inputs: Inputs, step: TrainingStep, seen: Seen | None
-) -> tuple[Observation, FakeWorld]:
+    captured: CaptureGraph, inputs: Inputs, step: TrainingStep, seen: RecordedStep | None
+) -> tuple[StepTrace, FakeWorld]:
     """Run the step. Where nothing was ``seen``, the usual gradients are supposed, which spares a micro-batch if they are
     what the backward leaves; else the step is run again. Of gradients that stay from step to step nothing is supposed."""
     world = FakeWorld(inputs.leaves)
     if seen is None and not step.accumulate and clears_all(step, captured.parameters):
-        seen = Seen(usual_gradients([world.fake(p) for p in captured.parameters]))
+        seen = RecordedStep(usual_gradients([world.fake(p) for p in captured.parameters]))
     if seen is not None:
         left = None
         try:
-            observation = observe(captured, inputs, world, step, seen)
-            if observation.seen is not None and observation.seen.gradients == seen.gradients:
-                return observation, world
-            left = observation.seen
+            trace = trace_step(captured, inputs, world, step, seen)
+            if trace.seen is not None and trace.seen.gradients == seen.gradients:
+                return trace, world
+            left = trace.seen
         except Exception:  # an optimizer may not take such gradients; whatever else is wrong shows below
             left = None
-        world, seen = FakeWorld(inputs.leaves), left and Seen(left.gradients)
-    return observe(captured, inputs, world, step, seen), world
+        world, seen = FakeWorld(inputs.leaves), left and RecordedStep(left.gradients)
+    return trace_step(captured, inputs, world, step, seen), world
 
 
 class _Builder:
@@ -105,11 +105,11 @@ class _Builder:
 
     def __init__(
         self,
-        captured: Captured,
-        seen: Observation,
+        captured: CaptureGraph,
+        seen: StepTrace,
         timer: NodeTimer,
         world: FakeWorld,
-        reruns: dict[object, Rerun | None],
+        reruns: dict[object, RecomputePeaks | None],
     ) -> None:
         self.captured, self.seen, self.timer, self.world = captured, seen, timer, world
         self.reruns = reruns
@@ -131,27 +131,27 @@ class _Builder:
         never_made_anew = self._never_made_anew()
         reasons = dict.fromkeys(held_elsewhere, "held by something other than autograd") | never_made_anew
         groups = self._recipes(reasons)
-        replayed = [self._replay(nodes, never_made_anew) for nodes in groups]
+        replayed = [self._recompute(nodes, never_made_anew) for nodes in groups]
         found = rerun(replayed, self.reruns, self.captured, self.world, self.devices, self._memory)
         for group, one in zip(groups, found, strict=True):
             if one is None:
                 why = f"a re-run of {self.seen.nodes[group[-1]].node.name} saves other tensors than its forward"
                 reasons |= {s: reasons.get(s, why) for s in self._made(group)}
         good = [(group, *one) for group, one in zip(groups, found, strict=True) if one is not None]
-        replays = [replay for _, replay, _ in good]
-        storages = self._storages(replays, reasons)
+        recomputes = [recompute for _, recompute, _ in good]
+        storages = self._storages(recomputes, reasons)
         nodes = tuple(self._node(node) for node in self.seen.nodes)
         recipes = tuple(
             Recipe(
                 index=r,
                 nodes=nodes_of,
                 inputs=self._inputs(nodes_of),
-                products=replay.products,
+                products=recompute.products,
                 seconds=sum(nodes[k].seconds for k in nodes_of),
                 peak_bytes=run.peak_bytes,
                 capture_peak_bytes=run.capture_peak_bytes,
             )
-            for r, (nodes_of, replay, run) in enumerate(good)
+            for r, (nodes_of, recompute, run) in enumerate(good)
         )
         graph_profile = GraphProfile(
             nodes,
@@ -164,7 +164,7 @@ class _Builder:
         return Profiled(
             profile=graph_profile,
             captured=self.captured,
-            replays=tuple(replays),
+            recomputes=tuple(recomputes),
             arguments=tuple(tuple((p, self._view(v)) for p, v, _ in n.reads) for n in self.seen.nodes),
             outputs=tuple(tuple((p, self._view(v)) for p, v in n.outputs) for n in self.seen.nodes),
             internals=tuple(self._internals(n) for n in self.seen.nodes),
@@ -176,9 +176,9 @@ class _Builder:
             reruns=self.reruns,
         )
 
-    def _storages(self, replays: list[Replay], reasons: dict[int, str]) -> tuple[Storage, ...]:
+    def _storages(self, recomputes: list[Recompute], reasons: dict[int, str]) -> tuple[Storage, ...]:
         """Describe the managed storages. ``reasons``: by serial, why one is no product of a recipe."""
-        recipe_of = {p: r for r, replay in enumerate(replays) for p in replay.products}
+        recipe_of = {p: r for r, recompute in enumerate(recomputes) for p in recompute.products}
         saves = Counter(s for node in self.seen.nodes for s in node.saves)
         return tuple(
             Storage(
@@ -220,12 +220,12 @@ class _Builder:
             return f"{node.node.name}.internal{peers.index(serial)}"
         return node.node.name if len(peers) == 1 else f"{node.node.name}.{peers.index(serial)}"
 
-    def _internals(self, node: NodeObservation) -> tuple[int, ...]:
+    def _internals(self, node: NodeTrace) -> tuple[int, ...]:
         """Saved storages of ``node`` that are neither its arguments nor its outputs, by first appearance."""
         known = {view.storage for _, view, _ in node.reads} | {view.storage for _, view in node.outputs}
         return tuple(self.index.get(s, -1) for s in dict.fromkeys(node.saves) if s not in known)
 
-    def _node(self, node: NodeObservation) -> NodeProfile:
+    def _node(self, node: NodeTrace) -> NodeProfile:
         managed = self.index
         return NodeProfile(
             index=node.index,
@@ -322,12 +322,12 @@ class _Builder:
         reads = [v.storage for k in nodes for _, v, _ in self.seen.nodes[k].reads]
         return tuple(dict.fromkeys(self.index[s] for s in reads if s in self.index and s not in own))
 
-    def _replay(self, nodes: tuple[int, ...], never_made_anew: dict[int, str]) -> Replay:
+    def _recompute(self, nodes: tuple[int, ...], never_made_anew: dict[int, str]) -> Recompute:
         products = tuple(self.index[s] for s in self._made(nodes) if s not in never_made_anew)
         own = {self.index[s] for s in self._made(nodes)}
-        return Replay(tuple(self._node_replay(k, own) for k in nodes), products, self.captured.autocast)
+        return Recompute(tuple(self._node_recompute(k, own) for k in nodes), products, self.captured.autocast)
 
-    def _node_replay(self, k: int, own: set[int]) -> NodeReplay:
+    def _node_recompute(self, k: int, own: set[int]) -> NodeRecompute:
         node = self.seen.nodes[k]
         leaves = list(node.leaves)
         refs = [(place, self._view(view)) for place, view, _ in node.reads]
@@ -343,7 +343,7 @@ class _Builder:
                 outputs.append((place, view))
         created = {self.index[s] for s in node.creates if s in self.index}
         internals = tuple(i if i in created else -1 for i in self._internals(node))
-        return NodeReplay(
+        return NodeRecompute(
             index=k,
             name=node.node.name,
             target=callable_of(node.node),

@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 import torch
 
-from fxmem.capture.graph import Captured
+from fxmem.capture.graph import CaptureGraph
 from fxmem.errors import PlanMismatchError
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.runtime.autocast import autocast_as_in_forward
 from fxmem.runtime.layout import View
-from fxmem.runtime.recompute import Replay, SavedInRerun
+from fxmem.runtime.recompute import Recompute, SavedInRerun
 from fxmem.torch_private import tree_leaves
 
 Memory = Callable[[int], tuple[int, torch.device]]
 """Bytes and device of a storage, a managed index or ``~j`` of a static tensor."""
 
 
-class Rerun(NamedTuple):
+class RecomputePeaks(NamedTuple):
     """What a re-run was seen to do."""
 
     peak_bytes: int
@@ -36,67 +36,67 @@ class Rerun(NamedTuple):
 
 
 def rerun(
-    replays: list[Replay],
-    known: dict[object, Rerun | None],
-    captured: Captured,
+    recomputes: list[Recompute],
+    known: dict[object, RecomputePeaks | None],
+    captured: CaptureGraph,
     world: FakeWorld,
     devices: tuple[torch.device, ...],
     memory: Memory,
-) -> list[tuple[Replay, Rerun] | None]:
+) -> list[tuple[Recompute, RecomputePeaks] | None]:
     """Run each replay on fakes; return with it what was seen, None where it cannot serve for its forward.
 
     ``known``: what was seen of equal ones before; what is seen now is added to it.
     """
 
-    def peak(replay: Replay, *, capture: bool) -> int:
-        bases = _fake_bases(replay, memory)
+    def peak(recompute: Recompute, *, capture: bool) -> int:
+        bases = _fake_bases(recompute, memory)
         tracker = StorageTracker()
         tracker.hold(bases.values())
         start_bytes = tracker.live_bytes
-        states = {node.index: () for node in replay.nodes}
+        states = {node.index: () for node in recompute.nodes}
         saved = SavedInRerun(capture=capture)
         inside = captured.autocast_device is not None
-        region = autocast_as_in_forward(replay.autocast, devices, regions_inside=inside)
+        region = autocast_as_in_forward(recompute.autocast, devices, regions_inside=inside)
         with saved, region, tracker:
-            replay.run(bases, states, saved, {})  # type: ignore[arg-type]
+            recompute.run(bases, states, saved, {})  # type: ignore[arg-type]
         return tracker.peak_bytes - start_bytes
 
-    def seen(replay: Replay) -> Rerun | None:
-        if not any(node.internals for node in replay.nodes):
-            peak_bytes = peak(replay, capture=False)
-            return Rerun(peak_bytes, peak_bytes, casts_once=False)
-        for once, way in ((False, replay), (True, _casting_once(replay))):
+    def seen(recompute: Recompute) -> RecomputePeaks | None:
+        if not any(node.internals for node in recompute.nodes):
+            peak_bytes = peak(recompute, capture=False)
+            return RecomputePeaks(peak_bytes, peak_bytes, casts_once=False)
+        for once, way in ((False, recompute), (True, _casting_once(recompute))):
             with suppress(PlanMismatchError):
-                return Rerun(peak(way, capture=False), peak(way, capture=True), once)
+                return RecomputePeaks(peak(way, capture=False), peak(way, capture=True), once)
         return None
 
-    found: list[tuple[Replay, Rerun] | None] = []
+    found: list[tuple[Recompute, RecomputePeaks] | None] = []
     with world.active(), world.states_held_by(captured.graph_module):
-        for replay in replays:
-            key = _signature(replay)
+        for recompute in recomputes:
+            key = _signature(recompute)
             if key not in known:
-                known[key] = seen(replay)
+                known[key] = seen(recompute)
             one = known[key]
-            found.append(None if one is None else (_casting_once(replay) if one.casts_once else replay, one))
+            found.append(None if one is None else (_casting_once(recompute) if one.casts_once else recompute, one))
     return found
 
 
-def _fake_bases(replay: Replay, memory: Memory) -> dict[int, torch.Tensor]:
-    """Return fresh fake storages like those that ``replay`` reads, each as a tensor of bytes behind its first dtype."""
-    own = set(replay.products).union(view.storage for node in replay.nodes for _, view in node.outputs)
+def _fake_bases(recompute: Recompute, memory: Memory) -> dict[int, torch.Tensor]:
+    """Return fresh fake storages like those that ``recompute`` reads, each as a tensor of bytes behind its first dtype."""
+    own = set(recompute.products).union(view.storage for node in recompute.nodes for _, view in node.outputs)
     bases: dict[int, torch.Tensor] = {}
-    for _, view in (ref for node in replay.nodes for ref in node.refs):
+    for _, view in (ref for node in recompute.nodes for ref in node.refs):
         if view.storage not in own and view.storage not in bases:
             nbytes, device = memory(view.storage)
             bases[view.storage] = torch.empty(-(-nbytes // view.dtype.itemsize), dtype=view.dtype, device=device)
     return bases
 
 
-def _casting_once(replay: Replay) -> Replay:
-    return replace(replay, nodes=tuple(replace(node, casts_once=True) for node in replay.nodes))
+def _casting_once(recompute: Recompute) -> Recompute:
+    return replace(recompute, nodes=tuple(replace(node, casts_once=True) for node in recompute.nodes))
 
 
-def _signature(replay: Replay) -> object:
+def _signature(recompute: Recompute) -> object:
     """Equal for replays that differ only in which storages they run on."""
     names: dict[int, int] = {}
 
@@ -114,7 +114,7 @@ def _signature(replay: Replay) -> object:
             tuple(i < 0 for i in node.internals),
             node.identities,
             tuple((place, *view[1:]) for place, view in node.scratch),
-            len(replay.products),
+            len(recompute.products),
         )
-        for node in replay.nodes
+        for node in recompute.nodes
     )

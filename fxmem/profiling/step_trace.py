@@ -1,6 +1,6 @@
 """Running a captured graph's training step on fakes, node by node, and writing down all that happens.
 
-In: a captured graph, its inputs and step. Out: an :class:`Observation`: per node what it reads, makes, writes
+In: a captured graph, its inputs and step. Out: an :class:`StepTrace`: per node what it reads, makes, writes
 and saves, and the stream of allocations, frees, unpacks and releases of the whole step. What an op does is seen from
 autograd and from dispatch; what these do not show is taken from :mod:`fxmem.op_facts`.
 """
@@ -16,37 +16,37 @@ import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxmem.capture.graph import Captured, Inputs, attribute_of, source_of
+from fxmem.capture.graph import CaptureGraph, Inputs, attribute_of, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, gradients_untouched
 from fxmem.ir import Phase, StaticBytes
-from fxmem.profiling.observation import Event, NodeObservation, Observation
 from fxmem.profiling.op_effects import UPDATES, why_not_again, work_of, written_by
-from fxmem.profiling.optimizer_step import Seen, SteadyOptimizer, steady_state
+from fxmem.profiling.optimizer_step import RecordedStep, SteadyOptimizer, steady_state
 from fxmem.profiling.storage_tracker import StorageTracker, parts_of, tensors_of
+from fxmem.profiling.trace_records import Event, NodeTrace, StepTrace
 from fxmem.profiling.training_step import Gradients, TrainingStep, default_loss, gradients_of, run_step
 from fxmem.runtime.layout import View
 from fxmem.runtime.scoped_ops import op_of
 from fxmem.torch_private import is_view, tree_flatten, tree_leaves, version_of
 
 
-def observe(
-    captured: Captured, inputs: Inputs, world: FakeWorld, step: TrainingStep, seen: Seen | None = None
-) -> Observation:
+def trace_step(
+    captured: CaptureGraph, inputs: Inputs, world: FakeWorld, step: TrainingStep, seen: RecordedStep | None = None
+) -> StepTrace:
     """Run the step on fakes and return what was seen. ``seen``: what an earlier run tells of it.
 
     Errors: ``ProfileError`` naming the node that cannot run on fakes.
     """
-    observation = _Observer(captured, inputs, world).run(step, seen)
+    trace = _Tracer(captured, inputs, world).run(step, seen)
     if captured.autocast is not None or captured.autocast_device is not None:
-        _note_cached(observation, _Observer(captured, inputs, FakeWorld(inputs.leaves), discard=True), step)
-    return observation
+        _note_cached(trace, _Tracer(captured, inputs, FakeWorld(inputs.leaves), discard=True), step)
+    return trace
 
 
-def _note_cached(observation: Observation, dry: _Observer, step: TrainingStep) -> None:
+def _note_cached(trace: StepTrace, dry: _Tracer, step: TrainingStep) -> None:
     """Find internals that outlive their node though autograd holds nothing: those lie in autocast's cache.
 
-    ``dry`` runs forward and loss with saved tensors discarded; its allocations are those of ``observation`` in order.
+    ``dry`` runs forward and loss with saved tensors discarded; its allocations are those of ``trace`` in order.
     """
     dry.run_forward(step)
     died_in: dict[int, int] = {}
@@ -55,12 +55,12 @@ def _note_cached(observation: Observation, dry: _Observer, step: TrainingStep) -
         if event.kind == "begin":
             window = event.key
         elif event.kind == "phase":
-            window = len(observation.nodes) if event.phase is not Phase.FORWARD else window
+            window = len(trace.nodes) if event.phase is not Phase.FORWARD else window
         elif event.kind == "free":
             died_in[event.key] = window
-    for seen, again in zip(_allocations(observation.events), _allocations(dry.events), strict=True):
+    for seen, again in zip(_allocations(trace.events), _allocations(dry.events), strict=True):
         for serial, twin in zip(seen, again, strict=True):
-            observation.cached_until[serial] = died_in.get(twin, len(observation.nodes))
+            trace.cached_until[serial] = died_in.get(twin, len(trace.nodes))
 
 
 def _allocations(events: list[Event]) -> list[list[int]]:
@@ -81,7 +81,7 @@ class _Saved:
 
     __slots__ = ("observer", "serial", "tensor")
 
-    def __init__(self, observer: _Observer, tensor: torch.Tensor) -> None:
+    def __init__(self, observer: _Tracer, tensor: torch.Tensor) -> None:
         self.observer = observer
         self.serial = observer.tracker.serial(tensor)
         self.tensor = tensor.detach()
@@ -90,14 +90,14 @@ class _Saved:
         self.observer.events.append(Event("release", self.serial))
 
 
-class _Observer:
-    def __init__(self, captured: Captured, inputs: Inputs, world: FakeWorld, *, discard: bool = False) -> None:
+class _Tracer:
+    def __init__(self, captured: CaptureGraph, inputs: Inputs, world: FakeWorld, *, discard: bool = False) -> None:
         self.captured, self.inputs, self.world, self.discard = captured, inputs, world, discard
         self.graph_module = captured.graph_module
         self.events: list[Event] = []
         self.tracker = StorageTracker(self._note_storage, self._note_op)
-        self.nodes: list[NodeObservation] = []
-        self.current: NodeObservation | None = None
+        self.nodes: list[NodeTrace] = []
+        self.current: NodeTrace | None = None
         self.statics: dict[int, str] = {}
         self.devices: dict[int, torch.device] = {}
         self.versions: dict[int, int] = {}
@@ -153,13 +153,13 @@ class _Observer:
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def run(self, step: TrainingStep, seen: Seen | None) -> Observation:
+    def run(self, step: TrainingStep, seen: RecordedStep | None) -> StepTrace:
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
         parameters = [self.world.fake(p) for p in self.captured.parameters]
 
         def micro_batch() -> None:
             leaves = FakeWorld(fakes).fake_all(fakes)
-            scout = _Observer(self.captured, self.inputs, self.world)
+            scout = _Tracer(self.captured, self.inputs, self.world)
 
             def forward() -> Any:
                 with self.captured.scope():
@@ -188,7 +188,7 @@ class _Observer:
                 stack.enter_context(self.tracker)
                 stack.enter_context(ScalarReads())
                 run_step(forward, step.loss_fn, optimizer, self.captured.autocast, self._phase, scaler)
-        return Observation(
+        return StepTrace(
             self.nodes,
             self.events,
             self.statics,
@@ -198,7 +198,7 @@ class _Observer:
             cached_until,
             self.devices,
             frozenset(self.gradients - earlier),
-            None if self.left is None else Seen(self.left, optimizer.seen(parameters) if optimizer else None),
+            None if self.left is None else RecordedStep(self.left, optimizer.seen(parameters) if optimizer else None),
             self.backward_work[0],
             self.backward_work[1],
         )
@@ -261,7 +261,7 @@ class _Observer:
                 del env[dead]
                 references.subtract(storages[dead])
                 if self.nodes:
-                    self.nodes[-1].lets_go += sorted(s for s in storages[dead] if references[s] == 0)
+                    self.nodes[-1].last_used += sorted(s for s in storages[dead] if references[s] == 0)
         raise ProfileError("the captured graph has no output")
 
     def _attribute(self, target: str) -> Any:
@@ -282,7 +282,7 @@ class _Observer:
     def _noting(self, node: fx.Node, env: dict[fx.Node, Any]) -> Iterator[None]:
         """Open a record for ``node``; whatever happens meanwhile belongs to it."""
         leaves, spec = tree_flatten(fx.map_arg((node.args, node.kwargs), lambda n: env[n]))
-        record = NodeObservation(len(self.nodes), node, tuple(leaves), spec)
+        record = NodeTrace(len(self.nodes), node, tuple(leaves), spec)
         record.effects = getattr(op_of(node.target), "effect", "")
         tensors = [(place, t) for place, t in enumerate(leaves) if isinstance(t, torch.Tensor)]
         for place, tensor in tensors:

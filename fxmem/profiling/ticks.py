@@ -1,6 +1,6 @@
 """From the events of an observed step to ticks: what is unpacked, made, let go of and released, in what order.
 
-In: an :class:`Observation` and the indices of its managed storages. Out: the :class:`Tick`s of a profile. A tick begins
+In: an :class:`StepTrace` and the indices of its managed storages. Out: the :class:`Tick`s of a profile. A tick begins
 with unpacks and ends with releases; its bytes are those of everything that no plan changes.
 """
 
@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from fxmem.errors import ProfileError
 from fxmem.ir import Phase, Tick
-from fxmem.profiling.observation import Observation
+from fxmem.profiling.trace_records import StepTrace
 
 
-def managed_storages(seen: Observation) -> list[int]:
+def managed_storages(seen: StepTrace) -> list[int]:
     """Storages a node creates that live on as an output or a saved tensor, in order of creation."""
     wanted = {view.storage for node in seen.nodes for _, view in node.outputs}
     wanted |= {s for node in seen.nodes for s in node.saves}
@@ -90,7 +90,7 @@ class _TickMaker:
         self.releases.append(storage)
 
 
-def ticks_of(seen: Observation, index: dict[int, int]) -> tuple[tuple[Tick, ...], frozenset[int]]:
+def ticks_of(seen: StepTrace, index: dict[int, int]) -> tuple[tuple[Tick, ...], frozenset[int]]:
     """Return the ticks, and the serials that something other than the forward and autograd held on to."""
     maker = _TickMaker(index, seen.gradients)
     freed_at: dict[int, int] = {}
@@ -121,32 +121,32 @@ def ticks_of(seen: Observation, index: dict[int, int]) -> tuple[tuple[Tick, ...]
 
 
 def _with_ends(
-    seen: Observation, ticks: list[Tick], forward_tick: dict[int, int], freed_at: dict[int, int], index: dict[int, int]
+    seen: StepTrace, ticks: list[Tick], forward_tick: dict[int, int], freed_at: dict[int, int], index: dict[int, int]
 ) -> tuple[tuple[Tick, ...], frozenset[int]]:
-    """Fill in ``lets_go``: after which tick nothing but autograd refers to a storage."""
+    """Fill in ``last_used``: after which tick nothing but autograd refers to a storage."""
     end = len(ticks) - 1
-    lets_go = {s: forward_tick[node.index] for node in seen.nodes for s in node.lets_go}
+    last_used = {s: forward_tick[node.index] for node in seen.nodes for s in node.last_used}
     loss_tick = max(
         (t for t, tick in enumerate(ticks) if tick.phase is Phase.LOSS), default=forward_tick[len(seen.nodes) - 1]
     )
     for node in seen.nodes:  # internals: nothing but autograd, and perhaps autocast's cache, ever refers to them
         for s in node.creates:
-            lets_go.setdefault(s, forward_tick.get(seen.cached_until.get(s, node.index), loss_tick))
+            last_used.setdefault(s, forward_tick.get(seen.cached_until.get(s, node.index), loss_tick))
     for s in seen.outputs:
-        lets_go[s] = end
+        last_used[s] = end
     released = {i: t for t, tick in enumerate(ticks) for i in tick.releases}
     held_elsewhere = set()
     for s, i in index.items():
-        expected, actual = max(lets_go[s], released.get(i, 0)), min(freed_at.get(s, end), end)
+        expected, actual = max(last_used[s], released.get(i, 0)), min(freed_at.get(s, end), end)
         if actual > expected:
             held_elsewhere.add(s)
-            lets_go[s] = actual
+            last_used[s] = actual
         elif actual < expected and s not in seen.outputs:
             raise ProfileError(f"storage {i} was freed in tick {actual}, before its last holder let go in {expected}")
     by_tick: dict[int, list[int]] = {}
     for s, i in index.items():
-        by_tick.setdefault(lets_go[s], []).append(i)
+        by_tick.setdefault(last_used[s], []).append(i)
     return (
-        tuple(replace(tick, lets_go=tuple(by_tick.get(t, ()))) for t, tick in enumerate(ticks)),
+        tuple(replace(tick, last_used=tuple(by_tick.get(t, ()))) for t, tick in enumerate(ticks)),
         frozenset(held_elsewhere),
     )

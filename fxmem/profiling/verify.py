@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxmem.capture.graph import Captured, Inputs
+from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import VerificationError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.ir import Phase, Timeline, Verification
 from fxmem.profiling.caching_allocator import Allocation, AllocatorPeaks, allocator_peaks, cublas_workspace_bytes
-from fxmem.profiling.optimizer_step import Seen, steady_state
+from fxmem.profiling.optimizer_step import RecordedStep, steady_state
 from fxmem.profiling.storage_tracker import Listener, StorageTracker, tensors_of
 from fxmem.profiling.training_step import BARE, Gradients, TrainingStep, gradients_of, run_step
 
 
 def verify(
     emitted: fx.GraphModule,
-    captured: Captured,
+    captured: CaptureGraph,
     inputs: Inputs,
     timeline: Timeline,
     step: TrainingStep = BARE,
     listener: Listener | None = None,
-    seen: Seen | None = None,
+    seen: RecordedStep | None = None,
 ) -> Verification:
     """Run ``emitted`` on fakes and compare its peak with the plan's ``timeline``.
 
@@ -53,11 +53,11 @@ def verify(
 
 def eager_peak_bytes(
     model: torch.nn.Module,
-    captured: Captured,
+    captured: CaptureGraph,
     inputs: Inputs,
     step: TrainingStep,
     listener: Listener | None = None,
-    seen: Seen | None = None,
+    seen: RecordedStep | None = None,
 ) -> int:
     """Return the peak of the original model's own training step, in bytes.
 
@@ -86,11 +86,11 @@ class _Subject:
 
 def _peak_bytes(
     subject: _Subject,
-    captured: Captured,
+    captured: CaptureGraph,
     inputs: Inputs,
     step: TrainingStep,
     listener: Listener | None,
-    seen: Seen | None,
+    seen: RecordedStep | None,
 ) -> int:
     """Return the tracked peak of a training step.
 
@@ -109,11 +109,11 @@ def _peak_bytes(
 
 def _fake_step(
     subject: _Subject,
-    captured: Captured,
+    captured: CaptureGraph,
     inputs: Inputs,
     step: TrainingStep,
     listener: Listener | None,
-    seen: Seen | None,
+    seen: RecordedStep | None,
 ) -> tuple[int, Gradients | None]:
     """Return the tracked peak of a step, and what gradients its backward leaves on parameters.
 

@@ -92,5 +92,5 @@ def _alive(profile: GraphProfile, tick: int) -> list[int]:
     end: dict[int, int] = {}
     for t, at in enumerate(profile.ticks):
         begin.update(dict.fromkeys(at.creates, t))
-        end.update(dict.fromkeys((*at.lets_go, *at.releases), t))
+        end.update(dict.fromkeys((*at.last_used, *at.releases), t))
     return [i for i, t in begin.items() if t < tick <= end.get(i, len(profile.ticks))]

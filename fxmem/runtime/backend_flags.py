@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-Switches = tuple[object, ...]
+BackendFlags = tuple[object, ...]
 """The values of all switches."""
 
 _C: Any = torch._C
@@ -46,7 +46,7 @@ _GETTERS: tuple[Callable[[], Any], ...] = (
 _SETTERS: tuple[Callable[[Any], object], ...] = (*(getattr(_C, set_) for _, set_ in _NAMES), _set_deterministic)
 
 
-def present() -> Switches:
+def present() -> BackendFlags:
     """Return the switches as they are."""
     return tuple([tuple(value) if type(value := get()) is list else value for get in _GETTERS])
 
@@ -56,7 +56,7 @@ class under:
 
     __slots__ = ("_before", "_switches")
 
-    def __init__(self, switches: Switches) -> None:
+    def __init__(self, switches: BackendFlags) -> None:
         self._switches = switches
 
     def __enter__(self) -> None:
@@ -67,7 +67,7 @@ class under:
         set_flags(self._switches, self._before)
 
 
-def set_flags(before: Switches, after: Switches) -> None:
+def set_flags(before: BackendFlags, after: BackendFlags) -> None:
     if before == after:
         return
     for old, new, set_ in zip(before, after, _SETTERS, strict=True):

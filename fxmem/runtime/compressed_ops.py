@@ -189,7 +189,7 @@ def frozen_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 # -- max pooling -------------------------------------------------------------------------------------------------------
 
 POOL_BACKWARDS: dict[Overload, Any] = {
-    op: resolved(fact.backward) for op, fact in _FORMS.items() if fact.form == "lean_max_pool"
+    op: resolved(fact.backward) for op, fact in _FORMS.items() if fact.form == "compressed_max_pool"
 }
 
 
@@ -247,7 +247,7 @@ def index_dtype(num_elements: int) -> torch.dtype:
     return torch.int32 if num_elements <= 2**31 else torch.int64
 
 
-def lean_max_pool(op: Overload, saves_input: bool, narrows: bool, x: torch.Tensor, *args: Any) -> torch.Tensor:
+def compressed_max_pool(op: Overload, saves_input: bool, narrows: bool, x: torch.Tensor, *args: Any) -> torch.Tensor:
     """Return the first result of ``op(x, *args)``, a max pooling.
 
     ``saves_input``: whether ``x`` is saved; it need not be, which is of use where nothing else saves it. ``narrows``:

@@ -38,7 +38,7 @@ RandomStates = tuple[tuple[torch.device, torch.Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class NodeReplay:
+class NodeRecompute:
     """How to run one node again."""
 
     index: int
@@ -186,10 +186,10 @@ def without_graph() -> AbstractContextManager[object]:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class Recompute:
     """How to run a recipe again."""
 
-    nodes: tuple[NodeReplay, ...]
+    nodes: tuple[NodeRecompute, ...]
     products: tuple[int, ...]
     autocast: Autocast | None
 

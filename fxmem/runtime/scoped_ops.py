@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fxmem.runtime.backend_flags import Switches, under
+from fxmem.runtime.backend_flags import BackendFlags, under
 
 AutocastArguments = tuple[str, torch.dtype | None, bool, bool | None]
 """Of ``torch.autocast``: device type, dtype, enabled, cache enabled."""
@@ -27,7 +27,7 @@ class Region:
     grad_enabled: bool | None = None
     autocasts: tuple[AutocastArguments, ...] = ()
     """From the outermost in."""
-    switches: Switches | None = None
+    switches: BackendFlags | None = None
 
     def enter(self) -> ExitStack:
         stack = ExitStack()
@@ -59,7 +59,7 @@ class Scoped:
 def forget_casts() -> None:
     """Do what leaving an outermost autocast region does: a leaf's cast serves one region.
 
-    To be called in the region that keeps casts alive from one op to the next (``Captured.scope``) and does not count.
+    To be called in the region that keeps casts alive from one op to the next (``CaptureGraph.scope``) and does not count.
     """
     torch.autocast_increment_nesting()
     if torch.autocast_decrement_nesting() == 1:

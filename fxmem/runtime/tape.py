@@ -231,13 +231,13 @@ class Tape:
         position = self.table.recipe_of[target.storage]
         assert position is not None
         positions, readers = self._needed(target)
-        on_the_way: dict[int, torch.Tensor] = {}
+        passing: dict[int, torch.Tensor] = {}
         saved, table = SavedInRerun(), self.table
         region = autocast_as_in_forward(table.autocast, table.devices, regions_inside=table.regions_inside)
         graph = without_graph() if table.elementwise.issuperset(positions) else saved
         with outside_of_batch(), graph, region, under(self._switches):
             for p in positions:
-                self._run_recipe(p, target, position, readers, on_the_way, saved)
+                self._run_recipe(p, target, position, readers, passing, saved)
 
     def _needed(self, target: Slot) -> tuple[list[int], dict[int, int]]:
         """Return the recipes to run, in order, and for each storage they refill, how many of them read it.
@@ -269,30 +269,30 @@ class Tape:
         target: Slot,
         position: int,
         readers: dict[int, int],
-        on_the_way: dict[int, torch.Tensor],
+        passing: dict[int, torch.Tensor],
         saved: SavedInRerun,
     ) -> None:
         table = self.table
-        replay = table.replays[p]
-        assert replay is not None
+        recompute = table.recomputes[p]
+        assert recompute is not None
         refilled = []
-        for storage in replay.products:
+        for storage in recompute.products:
             slot = self._empty_slot(storage)
             if slot is not None and (slot is target or position <= table.limits[storage]):
                 refilled.append(slot)
         saved.capture = any(slot.storage in table.internal for slot in refilled)
-        bases = self._bases(p, on_the_way)
-        replay.run(bases, self.random_states, saved, self._views)
-        for storage in replay.products:
+        bases = self._bases(p, passing)
+        recompute.run(bases, self.random_states, saved, self._views)
+        for storage in recompute.products:
             if readers.get(storage, 0) > 0:
-                on_the_way[storage] = bases[storage]
+                passing[storage] = bases[storage]
         for slot in refilled:
             slot.fill(bases[slot.storage])
         for storage in table.recipe_inputs[p]:
             if storage in readers:
                 readers[storage] -= 1
                 if readers[storage] == 0:
-                    on_the_way.pop(storage, None)
+                    passing.pop(storage, None)
 
     def _empty_slot(self, storage: int) -> Slot | None:
         """Return the slot of ``storage`` if it is empty and somebody owns it."""
@@ -300,11 +300,11 @@ class Tape:
         slot = reference() if reference is not None and storage in self.table.dropped else None
         return slot if slot is not None and slot.held is None else None
 
-    def _bases(self, p: int, on_the_way: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _bases(self, p: int, passing: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         bases = {}
         for storage in self.table.recipe_inputs[p]:
-            if storage in on_the_way:
-                bases[storage] = on_the_way[storage]
+            if storage in passing:
+                bases[storage] = passing[storage]
             else:
                 slot = self._slots[storage]()
                 assert slot is not None

@@ -8,7 +8,7 @@ import torch
 
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.layout import View
-from fxmem.runtime.recompute import Replay
+from fxmem.runtime.recompute import Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TapeTable:
     """A plan compiled for the runtime. Lists are indexed by managed storage."""
 
     nodes: dict[int, NodeTape]
-    replays: tuple[Replay | None, ...]
+    recomputes: tuple[Recompute | None, ...]
     """By recipe."""
     elementwise: frozenset[int]
     """Recipes that run without autograd."""

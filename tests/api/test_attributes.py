@@ -143,7 +143,7 @@ def test_a_changed_attribute_of_any_kind_is_noticed(name: str, monkeypatch: pyte
     optimized = fxmem.optimize(model, planner="chen")
     before = optimized(x)
     assert torch.equal(before, optimized(x))
-    assert len(optimized.fxmem.plans.ways) == 1
+    assert len(optimized.fxmem.plans.specializations) == 1
     change(model)
     assert torch.equal(optimized(x), 2 * before)
     assert torch.equal(model(x), 2 * before)

@@ -64,7 +64,7 @@ def test_what_lies_elsewhere_in_a_model_is_planned_for_anew(change: Callable[[Ad
     assert same_gradients(optimized, x)
     change(optimized.original)
     assert same_gradients(optimized, x)
-    assert len(optimized.fxmem.plans.ways) == 2
+    assert len(optimized.fxmem.plans.specializations) == 2
 
 
 class Scaled(nn.Module):
@@ -91,7 +91,7 @@ def test_numbers_and_tensors_of_a_helper_object_are_watched() -> None:
     assert same_gradients(optimized, x)
     helper.table = torch.full((2,), 5.0)
     assert same_gradients(optimized, x)
-    assert len(optimized.fxmem.plans.ways) == 4
+    assert len(optimized.fxmem.plans.specializations) == 4
 
 
 @pytest.mark.slow

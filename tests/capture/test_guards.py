@@ -20,7 +20,7 @@ def test_slices_of_one_tensor_share_a_plan() -> None:
     for start in (ROWS, 7, 0):
         assert same_gradients(optimized, data[start : start + ROWS])
     assert same_gradients(optimized, torch.randn(ROWS, WIDTH))
-    assert len(optimized.fxmem.plans.ways) == 1
+    assert len(optimized.fxmem.plans.specializations) == 1
 
 
 class Windows(nn.Module):
@@ -41,7 +41,7 @@ def test_a_model_that_asks_where_its_input_lies_is_planned_for_each_place(asks: 
     optimized = recomputing(Windows(asks=asks), data[:ROWS])
     for start in (0, ROWS, 7, 0):
         assert same_gradients(optimized, data[start : start + ROWS])
-    assert sum(optimized.fxmem.plans.ways) == num_plans
+    assert sum(optimized.fxmem.plans.specializations) == num_plans
 
 
 class Attention(nn.Module):
@@ -139,10 +139,10 @@ def test_extra_keyword_arguments_come_in_the_order_given() -> None:
     x, a, b = (torch.randn(4, WIDTH) for _ in range(3))
     for kwargs in ({"q": a, "p": b}, {"p": b, "q": a}, {"z": a, "scale": b, "c": b}):
         assert torch.equal(optimized(x, **kwargs), model(x, **kwargs))
-    count = len(optimized.fxmem.plans.ways)
+    count = len(optimized.fxmem.plans.specializations)
     optimized(x=x, z=a, c=b, scale=b)
     optimized(x=x, scale=b, z=a, c=b)
-    assert len(optimized.fxmem.plans.ways) == count + 1  # the order of named arguments is no matter
+    assert len(optimized.fxmem.plans.specializations) == count + 1  # the order of named arguments is no matter
 
 
 def test_an_op_that_writes_without_raising_a_version_is_not_run_again() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.passes.compress_saved import with_lean_saves
+from fxmem.passes.compress_saved import with_compressed_saves
 from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.runtime.compressed_ops import dropout_mask, masked_dropout, safe_softmax
 from tests.exactness import check, same_bits
@@ -330,9 +330,9 @@ def test_other_ways_to_drop_stay_as_they_are(drop: nn.Module) -> None:
 
 def test_models_on_other_devices_stay_as_they_are() -> None:
     checked = check(lambda: Dropped(nn.Dropout(0.5)), torch.randn(3, 6, 4, 8), plans=PLANS)
-    assert with_lean_saves(checked.profiled, lambda node: False) is not checked.captured
+    assert with_compressed_saves(checked.profiled, lambda node: False) is not checked.captured
     elsewhere = replace(checked.profiled, devices=(torch.device("cpu"), torch.device("cuda", 0)))
-    assert with_lean_saves(elsewhere, lambda node: False) is checked.captured
+    assert with_compressed_saves(elsewhere, lambda node: False) is checked.captured
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.passes.compress_saved import with_lean_saves
+from fxmem.passes.compress_saved import with_compressed_saves
 from tests.exactness import check, same_bits
 from tests.passes.compressed_models import PLANS, lean_profile
 
@@ -77,7 +77,7 @@ def test_what_backward_does_not_read_is_not_saved(name: str, autocast: Any, last
     checked = check(lambda: Amid(op, size, memory_format), x, autocast=autocast, plans=PLANS)
     assert any("saving less" in plan for plan in checked.peaks)
     lean = lean_profile(checked, x)
-    forms = ("lean_max_pool", "input_unread", "frozen_convolution")
+    forms = ("compressed_max_pool", "input_unread", "frozen_convolution")
     read = [node for node in lean.nodes if node.op in forms]
     assert read
     assert not any(lean.storages[node.reads[0]].num_saves for node in read)
@@ -175,7 +175,7 @@ def test_what_stays_alive_is_saved() -> None:
 
     x = torch.randn(2, 4, 8, 8)
     checked = check(Returned, x, plans=PLANS)
-    assert with_lean_saves(checked.profiled, lambda node: False) is checked.captured
+    assert with_compressed_saves(checked.profiled, lambda node: False) is checked.captured
     pool = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 8, 1), nn.GELU())
     of_the_batch = check(lambda: pool, x.requires_grad_(), plans=PLANS)
-    assert with_lean_saves(of_the_batch.profiled, lambda node: False) is of_the_batch.captured
+    assert with_compressed_saves(of_the_batch.profiled, lambda node: False) is of_the_batch.captured

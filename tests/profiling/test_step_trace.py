@@ -9,9 +9,9 @@ from torch import Tensor, nn
 import fxmem
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
-from fxmem.profiling.optimizer_step import Seen
+from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import profile
-from fxmem.profiling.step_trace import observe
+from fxmem.profiling.step_trace import trace_step
 from fxmem.profiling.training_step import TrainingStep, run_step
 from fxmem.profiling.verify import eager_peak_bytes
 
@@ -70,7 +70,7 @@ def test_what_was_seen_of_a_step_changes_no_allocation_of_the_next_run_even_wher
     assert all(right.gradients)
     assert (right.optimizer is None) == (scaled or name in ("forgetful", "with more"))
 
-    def allocations(seen: Seen | None) -> tuple[int, list[tuple[str, int]]]:
+    def allocations(seen: RecordedStep | None) -> tuple[int, list[tuple[str, int]]]:
         events: list[tuple[str, int]] = []
         peak_bytes = eager_peak_bytes(
             model, captured, inputs, step, lambda kind, _, nbytes: events.append((kind, nbytes)), seen
@@ -82,8 +82,8 @@ def test_what_was_seen_of_a_step_changes_no_allocation_of_the_next_run_even_wher
 
     afresh = allocations(None)
     assert allocations(right) == afresh
-    assert allocations(Seen(right.gradients)) == afresh
-    assert allocations(Seen((None, *right.gradients[1:]), right.optimizer)) == afresh
+    assert allocations(RecordedStep(right.gradients)) == afresh
+    assert allocations(RecordedStep((None, *right.gradients[1:]), right.optimizer)) == afresh
 
 
 class Partly(nn.Module):
@@ -112,9 +112,9 @@ def test_usual_gradients_are_supposed_and_the_step_observed_again_where_they_are
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         observed.append(args)
-        return observe(*args, **kwargs)
+        return trace_step(*args, **kwargs)
 
-    monkeypatch.setattr(fxmem.profiling.profile, "observe", counted)
+    monkeypatch.setattr(fxmem.profiling.profile, "trace_step", counted)
     found = profile(captured, inputs, lambda flops, moved: 1.0, step)
     assert len(observed) == num_steps
     monkeypatch.setattr(fxmem.profiling.profile, "usual_gradients", lambda parameters: (None,) * len(parameters))

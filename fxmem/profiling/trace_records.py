@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxmem.ir import Phase, StaticBytes
-from fxmem.profiling.optimizer_step import Seen
+from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.runtime.layout import View
 from fxmem.torch_private import TreeSpec
 
@@ -24,7 +24,7 @@ class Event(NamedTuple):
 
 
 @dataclass
-class NodeObservation:
+class NodeTrace:
     """What one call node did. Storages are named by serial; ``version`` counts the writes seen on a storage."""
 
     index: int
@@ -38,7 +38,7 @@ class NodeObservation:
     creates: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     saves: list[int] = field(default_factory=list)
-    lets_go: list[int] = field(default_factory=list)
+    last_used: list[int] = field(default_factory=list)
     """Storages no value of the forward lies on any longer after this node."""
     identities: list[tuple[int, bool]] = field(default_factory=list)
     """By read: the first read of the same tensor, and whether autocast keeps a cast of it: it is a leaf, and no view."""
@@ -52,10 +52,10 @@ class NodeObservation:
 
 
 @dataclass
-class Observation:
+class StepTrace:
     """One whole step, as seen. ``statics``: serial -> name of the placeholder or get_attr node that provides it."""
 
-    nodes: list[NodeObservation]
+    nodes: list[NodeTrace]
     events: list[Event]
     statics: dict[int, str]
     versions: dict[int, int]
@@ -68,7 +68,7 @@ class Observation:
     """By storage serial."""
     gradients: frozenset[int]
     """Storages of the gradients that the backward makes and leaves behind."""
-    seen: Seen | None
+    seen: RecordedStep | None
     """What other runs of the step may rely on; None if the gradients that the backward leaves cannot be told one by one, or
     are not all on parameters."""
     backward_flops: int
