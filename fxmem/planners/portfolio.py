@@ -1,13 +1,14 @@
-"""The default planner: all others' frontiers merged, then improved by local search.
+"""The default planner: all others' frontiers merged, then improved, in the stages of :data:`STAGES`.
 
 In: a profile. Out: a frontier. Work is limited by counts that depend on the size of the graph only, so equal profiles get
-equal plans; the clock, which counts CPU time, is the last resort and far from what ordinary graphs take.
+equal plans; the clock, which counts CPU time, is the last resort and far from what ordinary graphs take. What each stage
+brings is measured by ``python -m benchmarks.ablation``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from fxmem.ir import FrontierPoint, GraphProfile
@@ -45,57 +46,53 @@ EXACT_BRANCHES = 1
 EXACT_SECONDS = 60.0
 """... and for how long, should that take far longer than ever seen."""
 MOST_TURNS, TURN_GAIN = 6, 0.005
-"""Turns of improving and splicing at the end, and what one must bring, of the area below the frontier, for another."""
+"""Turns of improving and relinking at the end, and what one must bring, of the area below the frontier, for another."""
 MOST_WINDOWS, WINDOW_WORK = 40, 11_000
 """Neighbourhoods that it chooses anew; times recipes to the power of 3/2, as which the work for each grows."""
 UNLIKE = 0.01
 """Budgets that differ by so much are worth asking about separately."""
 
+Points = tuple[FrontierPoint, ...]
+Planner = Callable[..., Points]
+Stage = Callable[[GraphProfile, Points, Clock], Points]
+"""See :data:`STAGES`, at the end."""
 
-def frontier(profile: GraphProfile, *, seconds: float) -> tuple[FrontierPoint, ...]:
-    """Return the merged and improved Pareto set of the other planners, found within ``seconds``."""
+
+def frontier(profile: GraphProfile, *, seconds: float, stages: Mapping[str, Stage] | None = None) -> Points:
+    """Return the Pareto set that the stages, one after the other, find within ``seconds``.
+
+    ``stages``: others than all of :data:`STAGES`, for benchmarks that leave some out.
+    """
     clock = Clock(seconds)
-    points = [*segment_dp.frontier(profile, seconds=0.6 * seconds)]
-    points += mincut.frontier(profile, seconds=0.3 * clock.left_seconds)
-    points += chen.frontier(profile, seconds=0.3 * clock.left_seconds)
-    points += judge_all(profile, "drop_all", [drop_all(profile).limits], clock)
-    num_trials = min(MOST_TRIALS, SEARCH_WORK // max(1, len(profile.recipes)))
-    points += judge_all(profile, "relaxation", _suggested(profile, pareto(points), clock), clock)
-    found = improve(profile, pareto(points), num_trials=num_trials, clock=clock)
-    found = relink_paths(profile, found, num_trials=num_trials // 2, clock=clock)
-    found = _repaired(profile, found, clock)
-    num_windows = min(MOST_WINDOWS, int(WINDOW_WORK / max(1, len(profile.recipes)) ** 1.5))
-    found = search_neighbourhoods(profile, found, num_windows=num_windows, clock=clock)
-    if len(profile.recipes) <= MOST_EXACT_RECIPES:
-        found = _exact(profile, found, clock)
-    return _polished(profile, found, num_trials // 4, clock)
-
-
-def _polished(
-    profile: GraphProfile, points: tuple[FrontierPoint, ...], num_trials: int, clock: Clock
-) -> tuple[FrontierPoint, ...]:
-    """Return the points improved and spliced in turn, each making what the other works on, as long as that helps."""
-    for _ in range(MOST_TURNS):
-        before = points
-        points = improve(profile, points, num_trials=num_trials, clock=clock)
-        points = relink_paths(profile, points, num_trials=num_trials, clock=clock)
-        if clock.over or _area(points, before) >= (1.0 - TURN_GAIN) * _area(before, before):
-            break
+    points: Points = ()
+    for stage in (STAGES if stages is None else stages).values():
+        points = stage(profile, points, clock)
     return points
 
 
-def _area(points: Sequence[FrontierPoint], span: Sequence[FrontierPoint]) -> float:
-    """Return the area below a staircase: seconds, summed over the logarithms of the budgets that ``span`` has."""
-    least, most = span[-1].peak_bytes, span[0].peak_bytes
-    steps = pairwise((most, *(min(max(p.peak_bytes, least), most) for p in points)))
-    return sum(
-        p.recompute_seconds * math.log(upper / lower)
-        for p, (upper, lower) in zip(points, steps, strict=True)
-        if upper > lower
-    )
+# -- plans to begin with -----------------------------------------------------------------------------------------------
 
 
-def _suggested(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> Iterator[Limits]:
+def _by_planner(planner: Planner, share: float) -> Stage:
+    """Return the stage that adds what ``planner`` finds within a share of the seconds left."""
+
+    def stage(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+        return pareto((*points, *planner(profile, seconds=share * clock.left_seconds)))
+
+    return stage
+
+
+def _all_dropped(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+    """Return the points and the plan that drops everything."""
+    return pareto((*points, *judge_all(profile, "drop_all", [drop_all(profile).limits], clock)))
+
+
+def _relaxed(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+    """Return the points and those that the relaxation suggests."""
+    return pareto((*points, *judge_all(profile, "relaxation", _suggested(profile, points, clock), clock)))
+
+
+def _suggested(profile: GraphProfile, points: Points, clock: Clock) -> Iterator[Limits]:
     """Yield what the relaxation's prices for ticks make cheapest, for budgets over the whole span."""
     tables = tables_of(profile)
     relaxation, last = Relaxation(tables), len(tables.inputs) - 1
@@ -111,7 +108,22 @@ def _suggested(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: 
             yield mincut.choice_limits(tables, choice, None)
 
 
-def _repaired(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> tuple[FrontierPoint, ...]:
+# -- plans made better -------------------------------------------------------------------------------------------------
+
+
+def _num_trials(profile: GraphProfile) -> int:
+    return min(MOST_TRIALS, SEARCH_WORK // max(1, len(profile.recipes)))
+
+
+def _improved(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+    return improve(profile, points, num_trials=_num_trials(profile), clock=clock)
+
+
+def _relinked(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+    return relink_paths(profile, points, num_trials=_num_trials(profile) // 2, clock=clock)
+
+
+def _repaired(profile: GraphProfile, points: Points, clock: Clock) -> Points:
     """Return the points and better ones, made from points that just exceed a budget."""
     repair = Repair(tables_of(profile))
     left = min(MOST_REPAIRS, REPAIR_WORK // max(1, len(profile.recipes)))
@@ -134,15 +146,22 @@ def _repaired(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: C
     return points
 
 
-def _steps(points: tuple[FrontierPoint, ...]) -> Iterator[tuple[float, int]]:
+def _steps(points: Points) -> Iterator[tuple[float, int]]:
     """Yield the steps of a frontier's staircase: relative bytes times seconds of the corner, and the budget amid it."""
     for higher, lower in pairwise(points):
         size = math.log(higher.peak_bytes / lower.peak_bytes) * (lower.recompute_seconds - higher.recompute_seconds)
         yield size, (higher.peak_bytes + lower.peak_bytes) // 2
 
 
-def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Clock) -> tuple[FrontierPoint, ...]:
-    """Return the points and what the integer program finds where most may be missing."""
+def _chosen_anew(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+    num_windows = min(MOST_WINDOWS, int(WINDOW_WORK / max(1, len(profile.recipes)) ** 1.5))
+    return search_neighbourhoods(profile, points, num_windows=num_windows, clock=clock)
+
+
+def _exact(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+    """Return the points and what the integer program finds, in small graphs, where most may be missing."""
+    if len(profile.recipes) > MOST_EXACT_RECIPES:
+        return points
     relaxation, num_recipes = Relaxation(tables_of(profile)), max(1, len(profile.recipes))
     done: list[int] = []
     for _ in range(max(FEWEST_EXACT, EXACT_WORK // num_recipes)):
@@ -163,9 +182,7 @@ def _exact(profile: GraphProfile, points: tuple[FrontierPoint, ...], clock: Cloc
     return points
 
 
-def _widest_gap(
-    points: tuple[FrontierPoint, ...], relaxation: Relaxation, done: list[int], clock: Clock
-) -> tuple[int, float] | None:
+def _widest_gap(points: Points, relaxation: Relaxation, done: list[int], clock: Clock) -> tuple[int, float] | None:
     """Return the budget, unlike those done, whose best point may be farthest from the optimum, and that point's seconds.
 
     Budgets asked about are the largest for which a point is the best known (just below the next point's peak), and the
@@ -180,3 +197,42 @@ def _widest_gap(
             gaps.append((cost - bound.seconds, budget_bytes, cost))
     gap, budget_bytes, cost = max(gaps, default=(0.0, 0, 0.0))
     return (budget_bytes, cost) if gap > 0.0 else None
+
+
+def _polished(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+    """Return the points improved and relinked in turn, each making what the other works on, as long as that helps."""
+    num_trials = _num_trials(profile) // 4
+    for _ in range(MOST_TURNS):
+        before = points
+        points = improve(profile, points, num_trials=num_trials, clock=clock)
+        points = relink_paths(profile, points, num_trials=num_trials, clock=clock)
+        if clock.over or _area(points, before) >= (1.0 - TURN_GAIN) * _area(before, before):
+            break
+    return points
+
+
+def _area(points: Sequence[FrontierPoint], span: Sequence[FrontierPoint]) -> float:
+    """Return the area below a staircase: seconds, summed over the logarithms of the budgets that ``span`` has."""
+    least, most = span[-1].peak_bytes, span[0].peak_bytes
+    steps = pairwise((most, *(min(max(p.peak_bytes, least), most) for p in points)))
+    return sum(
+        p.recompute_seconds * math.log(upper / lower)
+        for p, (upper, lower) in zip(points, steps, strict=True)
+        if upper > lower
+    )
+
+
+STAGES: dict[str, Stage] = {
+    "intervals": _by_planner(segment_dp.frontier, 0.6),
+    "mincut": _by_planner(mincut.frontier, 0.3),
+    "chen": _by_planner(chen.frontier, 0.3),
+    "drop all": _all_dropped,
+    "relaxation": _relaxed,
+    "local search": _improved,
+    "path relinking": _relinked,
+    "repair": _repaired,
+    "neighbourhood search": _chosen_anew,
+    "integer program": _exact,
+    "polish": _polished,
+}
+"""By name, in order. Each takes the profile, the points so far and the clock, and returns a Pareto set at least as good."""

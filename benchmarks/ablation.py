@@ -1,0 +1,186 @@
+"""``python -m benchmarks.ablation``: what each stage of the default planner brings, seen by leaving it out.
+
+In: models of the other benchmarks at their CPU size, profiled with the roofline's times for a CPU, so that every run finds
+the same plans; and graphs of :mod:`benchmarks.optimality`, some small enough for the integer program. For each stage the
+frontier is planned without it. Printed and written to ``benchmarks/results/ablation.json``: what step time is lost at four
+budgets, in points of the step's time; how much the floor rises; the CPU seconds that the stage takes. A stage that wins
+neither ``LEAST_POINTS`` nor ``LEAST_FLOOR_PERCENT`` on any of them does not pay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from tabulate import tabulate
+
+from benchmarks import models, optimality
+from benchmarks.results_file import RESULTS, machine
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.ir import FrontierPoint, GraphProfile
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.pipeline import profile_for_short_memory
+from fxmem.planners.pareto import Clock, cheapest_within
+from fxmem.planners.portfolio import STAGES, Points, Stage, frontier
+from fxmem.profiling.roofline import PRESETS
+from fxmem.profiling.training_step import TrainingStep
+
+PATH = RESULTS / "ablation.json"
+MODELS = ("resnet18", "gpt2_2l", "unet", "vgg16", "mobilenet_v2", "bert", "googlenet", "vit")
+GRAPHS = ("MLP, 8 layers", "GPT, 1 layer", "random 24.0", "random 28.0", "random 28.1")
+SHARES = (0.0, 0.25, 0.5, 0.75)
+"""Budgets, as shares of the way from the floor to the peak of keeping everything."""
+SECONDS = 100_000.0
+"""No clock shall decide."""
+LEAST_POINTS, LEAST_FLOOR_PERCENT = 0.3, 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is lost where one stage is left out of planning for one graph."""
+
+    graph: str
+    num_recipes: int
+    stage: str
+    lost_points: tuple[float, ...]
+    """Percentage points of the step's time, for each of ``SHARES``; below zero where the stage did harm. The first is at
+    the higher one of the two floors."""
+    floor_percent: float
+    """By how much the floor rises."""
+    stage_seconds: float
+    """CPU time of the stage where none is left out."""
+    all_seconds: float
+    """CPU time of all stages."""
+
+    @property
+    def pays(self) -> bool:
+        return max(self.lost_points) >= LEAST_POINTS or self.floor_percent >= LEAST_FLOOR_PERCENT
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="graphs whose name holds this; nothing is written")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for name, make in graphs():
+        if options.only in name:
+            found = list(measured(name, make()))
+            rows += found
+            print(tabulate([_cells(row) for row in found], headers="keys", floatfmt=".2f"), "\n", flush=True)
+    print(tabulate(summary(rows), headers="keys", floatfmt=".2f"))
+    if not options.only:
+        body = {"machine": machine(), "shares": SHARES, "rows": [asdict(row) for row in rows]}
+        PATH.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def graphs() -> Iterator[tuple[str, Callable[[], GraphProfile]]]:
+    """Yield the graphs' names and what makes their profiles."""
+    for name in MODELS:
+        yield name, lambda name=name: _profile_of(models.get(name))  # type: ignore[misc]
+    for name, make in optimality.graphs(full=False):
+        if name in GRAPHS:
+            yield name, make
+
+
+def _profile_of(bench: models.BenchModel) -> GraphProfile:
+    torch.manual_seed(0)
+    inputs = Inputs.of(*bench.batch("cpu"))
+    step = TrainingStep(loss_fn=bench.loss, optimizer=None)
+    context = CompileContext(bench.build("cpu"), inputs, Settings(None, step, "auto", SECONDS, PRESETS["cpu"]))
+    return profile_for_short_memory(capture(context.model, inputs), context).profile
+
+
+def measured(name: str, profile: GraphProfile) -> Iterator[Row]:
+    """Yield what each stage brings to the frontier of ``profile``."""
+    seconds: dict[str, float] = {}
+    timed = {stage: _timed(run, stage, seconds) for stage, run in STAGES.items()}
+    whole = frontier(profile, seconds=SECONDS, stages=timed)
+    for stage in STAGES:
+        without = frontier(profile, seconds=SECONDS, stages=_without(stage))
+        yield Row(
+            graph=name,
+            num_recipes=len(profile.recipes),
+            stage=stage,
+            lost_points=lost_points(whole, without, profile.step_seconds),
+            floor_percent=100 * (without[-1].peak_bytes / whole[-1].peak_bytes - 1),
+            stage_seconds=seconds[stage],
+            all_seconds=sum(seconds.values()),
+        )
+
+
+def _without(left_out: str) -> Mapping[str, Stage]:
+    return {name: stage for name, stage in STAGES.items() if name != left_out}
+
+
+def _timed(stage: Stage, name: str, seconds: dict[str, float]) -> Stage:
+    def run(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+        start = time.thread_time()
+        found = stage(profile, points, clock)
+        seconds[name] = time.thread_time() - start
+        return found
+
+    return run
+
+
+def lost_points(whole: Points, without: Points, step_seconds: float) -> tuple[float, ...]:
+    """Return how much more recomputation ``without`` takes at the budgets, in percent of the step."""
+    low, high = max(whole[-1].peak_bytes, without[-1].peak_bytes), whole[0].peak_bytes
+    budgets = [max(low, round(whole[-1].peak_bytes * (1 - share) + high * share)) for share in SHARES]
+    return tuple(
+        100 * (_within(without, budget).recompute_seconds - _within(whole, budget).recompute_seconds) / step_seconds
+        for budget in budgets
+    )
+
+
+def _within(points: Points, budget_bytes: int) -> FrontierPoint:
+    found = cheapest_within(points, budget_bytes)
+    assert found is not None, "both floors are below every budget"
+    return found
+
+
+# -- what is printed -----------------------------------------------------------------------------------------------------
+
+
+def summary(rows: list[Row]) -> list[dict[str, object]]:
+    """Return for each stage the most it brings anywhere, and what it takes."""
+    return [
+        _summary(stage, [row for row in rows if row.stage == stage]) for stage in dict.fromkeys(r.stage for r in rows)
+    ]
+
+
+def _summary(stage: str, rows: list[Row]) -> dict[str, object]:
+    most, of = max((max(row.lost_points), row.graph) for row in rows)
+    return {
+        "stage": stage,
+        "most points": most,
+        "on": of,
+        "mean at floor": sum(row.lost_points[0] for row in rows) / len(rows),
+        "least points": min(min(row.lost_points) for row in rows),
+        "floor %": max(row.floor_percent for row in rows),
+        "% of the seconds": 100 * sum(row.stage_seconds for row in rows) / sum(row.all_seconds for row in rows),
+        "pays": any(row.pays for row in rows),
+    }
+
+
+def _cells(row: Row) -> dict[str, object]:
+    lost = {f"at {share:.0%}" if share else "at floor": p for share, p in zip(SHARES, row.lost_points, strict=True)}
+    return {
+        "graph": row.graph,
+        "recipes": row.num_recipes,
+        "without": row.stage,
+        **lost,
+        "floor %": row.floor_percent,
+        "seconds": row.stage_seconds,
+        "of": row.all_seconds,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
