@@ -31,8 +31,11 @@ from fxmem.profiling.roofline import PRESETS
 from fxmem.profiling.training_step import TrainingStep
 
 PATH = RESULTS / "ablation.json"
-MODELS = ("resnet18", "gpt2_2l", "unet", "vgg16", "mobilenet_v2", "bert", "googlenet", "vit")
-GRAPHS = ("MLP, 8 layers", "GPT, 1 layer", "random 24.0", "random 28.0", "random 28.1")
+MODELS = (
+    *("resnet18", "gpt2_2l", "unet", "vgg16", "mobilenet_v2", "bert", "googlenet", "vit", "resnet50", "mlp_mixer"),
+    *("swin_t", "densenet121"),
+)
+GRAPHS = ("random 28.0", "random 28.1", "MLP, 8 layers", "GPT, 1 layer", "UNet")
 SHARES = (0.0, 0.25, 0.5, 0.75)
 """Budgets, as shares of the way from the floor to the peak of keeping everything."""
 SECONDS = 100_000.0

@@ -197,8 +197,7 @@ def row_of(entry: Entry) -> Row:
     def bound(peak_bytes: int) -> float:
         cost = percent(peak_bytes)
         assert cost is not None
-        found = relaxation.bound(peak_bytes, upper_seconds=cost * unit, num_steps=40, clock=Clock(PLAN_SECONDS))
-        return found.seconds / unit
+        return relaxation.bound(peak_bytes, upper_seconds=cost * unit, num_steps=40, clock=Clock(PLAN_SECONDS)) / unit
 
     own = [round(low + share * (high - low)) for share in SHARES]
     return Row(

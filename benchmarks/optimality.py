@@ -216,7 +216,7 @@ def _measure(
             yield replace(row, planners=planners, auto_percent=cost, bound_percent=bound, solved=solved)
             continue
         start, upper = time.perf_counter(), point.recompute_seconds
-        lower = relaxation.bound(budget_bytes, upper_seconds=upper, num_steps=80, clock=Clock(5.0)).seconds
+        lower = relaxation.bound(budget_bytes, upper_seconds=upper, num_steps=80, clock=Clock(5.0))
         best = optimum(graph, budget_bytes, seconds=limit, lower_seconds=lower, upper_seconds=upper)
         bound = min(upper, max(lower, best.bound_seconds))
         brute = None if everything is None else percent * min(s for peak, s in everything if peak <= budget_bytes)

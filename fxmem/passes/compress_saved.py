@@ -52,6 +52,8 @@ MOST_PARTS = 60
 LEAST_SHARE = 0.02
 """Of the bytes that autograd saves: what poolings and unread inputs must be worth, since another graph is profiled anew."""
 
+EVERYTHING = Request(masks=True, indices=True, input=True)
+
 _UNREAD = by_op(UnreadInput)
 _WITH_INDICES = by_op(NarrowIndices)
 
@@ -72,18 +74,22 @@ class CompressSaved:
 
 
 def with_compressed_saves(
-    profiled: Profiled, stays_as_is: Callable[[NodeProfile], bool], least_share: float = LEAST_SHARE
+    profiled: Profiled,
+    stays_as_is: Callable[[NodeProfile], bool],
+    least_share: float = LEAST_SHARE,
+    forms: Request = EVERYTHING,
 ) -> CaptureGraph:
     """Return the captured graph with calls that save less; the very same object if there are none.
 
-    ``stays_as_is``: calls to leave alone.
+    ``stays_as_is``: calls to leave alone. ``forms``: what may be saved no longer.
     """
     captured, profile = profiled.captured, profiled.profile
     if len(profiled.devices) != 1:
         return captured
     calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
     free = [not stays_as_is(node) for node in profile.nodes]
-    requests = _masks(profiled, free) | _indices_and_inputs(profiled, calls, free, least_share)
+    requests = _masks(profiled, free) if forms.masks else {}
+    requests |= _indices_and_inputs(profiled, calls, free, least_share, forms)
     known: dict[object, fx.Graph | None] = {}
     leaner: dict[fx.Node, fx.Graph] = {}
     for k, request in requests.items():
@@ -155,7 +161,7 @@ def _internals(profiled: Profiled, node: NodeProfile) -> list[int]:
 
 
 def _indices_and_inputs(
-    profiled: Profiled, calls: list[fx.Node], free: list[bool], least_share: float
+    profiled: Profiled, calls: list[fx.Node], free: list[bool], least_share: float, forms: Request
 ) -> dict[int, Request]:
     """Return the max poolings and the calls whose input need not be saved; none if they are worth little."""
     nodes, storages = profiled.profile.nodes, profiled.profile.storages
@@ -169,7 +175,8 @@ def _indices_and_inputs(
     requests, spared_bytes = {}, 0.0
     for k, inputs in unread.items():
         alone = bool(inputs) and all(savers[s] <= unread.keys() and not storages[s].why_kept for s in inputs)
-        wide_bytes, narrow_bytes = _index_bytes(profiled, calls[k], k)
+        alone = alone and forms.input
+        wide_bytes, narrow_bytes = _index_bytes(profiled, calls[k], k) if forms.indices else (0, 0)
         if alone or narrow_bytes:
             requests[k] = Request(indices=narrow_bytes > 0, input=alone)
             spared_bytes += sum(storages[s].nbytes / len(savers[s]) for s in inputs if alone)

@@ -1,6 +1,6 @@
-"""How much recomputation no plan can do without: a lower bound on seconds for every budget, and plans it suggests.
+"""How much recomputation no plan can do without: a lower bound on seconds for every budget.
 
-In: a profile. Out: :class:`Bound`. Lagrangian relaxation: each tick's limit on live bytes gets a price; at given prices
+In: a profile. Out: seconds. Lagrangian relaxation: each tick's limit on live bytes gets a price; at given prices
 the best choice is a minimum cut (:mod:`fxmem.planners.mincut`), whose value is a lower bound for every budget at once,
 and linear in it. Subgradient steps of Polyak's length look for the prices that are best for one budget.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,21 +30,11 @@ from fxmem.planners.mincut import Network
 from fxmem.planners.pareto import Clock
 from fxmem.planners.simulate import NO_RECIPE, Tables, tables_of
 
-Reruns = tuple[bool, ...]
 STEP_SHARE = 1.0
 """Polyak's factor at the start; halved when steps no longer help."""
 PATIENCE = 4
 NUM_STARTS = 6
 """Ticks tried as the only priced one before the first step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """No plan within the budget recomputes for less than ``seconds``; infinite if none can fit."""
-
-    seconds: float
-    reruns: tuple[Reruns, ...] = ()
-    """By recipe, which ones rerun in the cheapest choices at the prices tried, each choice once."""
 
 
 class Relaxation:
@@ -66,30 +55,30 @@ class Relaxation:
             return float("inf")
         return max((value - price * budget_bytes for value, price in self.lines), default=0.0)
 
-    def bound(self, budget_bytes: int, *, upper_seconds: float, num_steps: int, clock: Clock) -> Bound:
-        """Return the bound for a budget; ``upper_seconds`` is the cost of a plan that fits it."""
+    def bound(self, budget_bytes: int, *, upper_seconds: float, num_steps: int, clock: Clock) -> float:
+        """Return the seconds below which no plan within a budget recomputes; infinite if none can fit.
+
+        ``upper_seconds``: the cost of a plan that fits.
+        """
         known = self.known(budget_bytes)
         if upper_seconds <= known or not self.network.num_edges:
-            return Bound(known)
+            return known
         prices = self._first_prices(budget_bytes, upper_seconds)
         share, waited, best = STEP_SHARE, 0, (-1.0, prices)
-        found: dict[bytes, None] = {}
         for _ in range(num_steps):
-            value, excess, reruns = self._evaluate(prices, budget_bytes)
-            found.setdefault(reruns.tobytes())
+            value, excess = self._evaluate(prices, budget_bytes)
             waited = 0 if value > best[0] * (1 + 1e-4) else waited + 1
             best = max(best, (value, prices), key=lambda pair: pair[0])
             if waited >= PATIENCE:
                 share, waited, prices = share / 2, 0, best[1]
-                value, excess, _ = self._evaluate(prices, budget_bytes)
+                value, excess = self._evaluate(prices, budget_bytes)
             excess[(prices <= 0.0) & (excess < 0.0)] = 0.0
             length = float(excess @ excess)
             if clock.over or length == 0.0 or value >= upper_seconds * (1 - 1e-6):
                 break
             prices = np.maximum(0.0, prices + share * (upper_seconds - value) / length * excess)
         self.best_prices.append(best[1])
-        choices = tuple(tuple(np.frombuffer(key, dtype=bool).tolist()) for key in found)
-        return Bound(min(upper_seconds, max(0.0, self.known(budget_bytes))), choices)
+        return min(upper_seconds, max(0.0, self.known(budget_bytes)))
 
     def _first_prices(self, budget_bytes: int, upper_seconds: float) -> NDArray[np.float64]:
         """Return the best of earlier prices and of single ticks at which keeping everything exceeds the budget most."""
@@ -102,17 +91,15 @@ class Relaxation:
             candidates.append(prices)
         return max(candidates, key=lambda prices: self._evaluate(prices, budget_bytes)[0])
 
-    def _evaluate(
-        self, prices: NDArray[np.float64], budget_bytes: int
-    ) -> tuple[float, NDArray[np.float64], NDArray[np.bool_]]:
-        """Return the bound at ``prices``, by how much each tick exceeds the budget there, and what reruns."""
+    def _evaluate(self, prices: NDArray[np.float64], budget_bytes: int) -> tuple[float, NDArray[np.float64]]:
+        """Return the bound at ``prices``, and by how much each tick exceeds the budget there."""
         sums = np.concatenate([[0.0], np.cumsum(prices)])
         self.network.weigh(self.nbytes * (sums[self.ends] - sums[self.starts]))
         least, reruns = self.network.cut(1.0)
         line = (least + float(prices @ self.certain_bytes), float(sums[-1]))
         self.lines.append(line)
         held = self._held_bytes(self.nbytes * self.network.held(reruns))
-        return line[0] - line[1] * budget_bytes, held + self.certain_bytes - budget_bytes, reruns
+        return line[0] - line[1] * budget_bytes, held + self.certain_bytes - budget_bytes
 
     def _held_bytes(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return for each tick the sum of ``weights`` of the storages whose optional ticks it is one of."""
@@ -193,7 +180,7 @@ def lower_bound(profile: GraphProfile, budget_bytes: int, upper_seconds: float, 
     """Return seconds below which no plan within ``budget_bytes`` recomputes; ``upper_seconds`` is what one plan costs."""
     clock = Clock(seconds)
     relaxation = Relaxation(tables_of(profile))
-    best = relaxation.bound(budget_bytes, upper_seconds=upper_seconds, num_steps=NUM_STEPS, clock=clock).seconds
+    best = relaxation.bound(budget_bytes, upper_seconds=upper_seconds, num_steps=NUM_STEPS, clock=clock)
     if best < upper_seconds and len(profile.recipes) <= MOST_ILP_RECIPES:
         limit = min(ILP_SECONDS, clock.left_seconds)
         proved = optimum(profile, budget_bytes, seconds=limit, lower_seconds=best, upper_seconds=upper_seconds)

@@ -120,8 +120,7 @@ class Bases:
 class IncrementalRun:
     """A run of ``limits`` that starts where it first differs from ``base``."""
 
-    def __init__(self, base: Base, limits: Sequence[int], *, record: bool = False) -> None:
-        """``record``: keep the run's steps between ``lives_before`` and ``lives_after``."""
+    def __init__(self, base: Base, limits: Sequence[int]) -> None:
         self.base = base
         self.differing = list(compress(count(), map(ne, base.limits, limits)))
         tables, start = base.tables, base.marks[0]
@@ -145,8 +144,7 @@ class IncrementalRun:
                 lives[gone + 1 :] += rise_bytes
                 state.managed_bytes += rise_bytes
                 state.alive[s] = held
-        self.lives_before, self.lives_after = lives, lives[:0]
-        self.run = run = Run(tables, limits, record=record, start=state)
+        self.run = run = Run(tables, limits, start=state)
         if len(lives):
             place = int(lives.argmax())
             run.peak_bytes, run.peak_tick = int(lives[place]), base.step_ticks[place]
@@ -186,7 +184,7 @@ class IncrementalRun:
     def _follow(self, mark: Mark) -> None:
         """Take the rest over from the base."""
         base, run = self.base, self.run
-        self.lives_after = lives = base.live_bytes[mark.num_steps :]
+        lives = base.live_bytes[mark.num_steps :]
         if len(lives):
             place = int(lives.argmax())
             if lives[place] > run.peak_bytes:
