@@ -76,7 +76,7 @@ def main() -> int:
             found = list(measured(name, make()))
             rows += found
             print(tabulate([_cells(row) for row in found], headers="keys", floatfmt=".2f"), "\n", flush=True)
-    print(tabulate(summary(rows), headers="keys", floatfmt=".2f"))
+    print(tabulate([asdict(each) for each in summary(rows)], headers="keys", floatfmt=".2f"))
     if not options.only:
         body = {"machine": machine(), "shares": SHARES, "rows": [asdict(row) for row in rows]}
         PATH.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
@@ -151,25 +151,69 @@ def _within(points: Points, budget_bytes: int) -> FrontierPoint:
 # -- what is printed -----------------------------------------------------------------------------------------------------
 
 
-def summary(rows: list[Row]) -> list[dict[str, object]]:
+@dataclass(frozen=True)
+class Summary:
+    """What one stage brings over all graphs."""
+
+    stage: str
+    most_points: float
+    most_on: str
+    """The graph where ``most_points`` are lost."""
+    mean_points_at_floor: float
+    least_points: float
+    floor_percent: float
+    seconds_percent: float
+    """Of the CPU time of all stages."""
+    pays: bool
+
+
+def load_rows() -> list[Row]:
+    """Return the committed rows."""
+    rows = json.loads(PATH.read_text(encoding="utf-8"))["rows"]
+    return [Row(**row | {"lost_points": tuple(row["lost_points"])}) for row in rows]
+
+
+def summary(rows: list[Row]) -> list[Summary]:
     """Return for each stage the most it brings anywhere, and what it takes."""
     return [
         _summary(stage, [row for row in rows if row.stage == stage]) for stage in dict.fromkeys(r.stage for r in rows)
     ]
 
 
-def _summary(stage: str, rows: list[Row]) -> dict[str, object]:
-    most, of = max((max(row.lost_points), row.graph) for row in rows)
-    return {
-        "stage": stage,
-        "most points": most,
-        "on": of,
-        "mean at floor": sum(row.lost_points[0] for row in rows) / len(rows),
-        "least points": min(min(row.lost_points) for row in rows),
-        "floor %": max(row.floor_percent for row in rows),
-        "% of the seconds": 100 * sum(row.stage_seconds for row in rows) / sum(row.all_seconds for row in rows),
-        "pays": any(row.pays for row in rows),
-    }
+def _summary(stage: str, rows: list[Row]) -> Summary:
+    most, graph = max((max(row.lost_points), row.graph) for row in rows)
+    return Summary(
+        stage=stage,
+        most_points=most,
+        most_on=graph,
+        mean_points_at_floor=sum(row.lost_points[0] for row in rows) / len(rows),
+        least_points=min(min(row.lost_points) for row in rows),
+        floor_percent=max(row.floor_percent for row in rows),
+        seconds_percent=100 * sum(row.stage_seconds for row in rows) / sum(row.all_seconds for row in rows),
+        pays=any(row.pays for row in rows),
+    )
+
+
+def text() -> str:
+    """Return the committed summary as a table in Markdown, and what it says."""
+    rows = load_rows()
+    lines = [
+        "| stage of the default planner | brings at most, points of step time | of the floor | share of planning time |",
+        "|---|---|---|---|",
+    ]
+    for each in summary(rows):
+        most = f"{each.most_points:.2f} ({each.most_on})"
+        lines.append(f"| {each.stage} | {most} | {each.floor_percent:.1f} % | {each.seconds_percent:.0f} % |")
+    return "\n".join(
+        (
+            *lines,
+            "",
+            f"Each stage is left out of planning for {len({row.graph for row in rows})} graphs with roofline times: the "
+            "most by which step time rises at the floor and 25, 50, 75 % of the way from there to keeping everything, and "
+            f"by which the floor rises (`python -m benchmarks.ablation`). It stays if that is {LEAST_POINTS} points or "
+            f"{LEAST_FLOOR_PERCENT:.0f} % of the floor somewhere.",
+        )
+    )
 
 
 def _cells(row: Row) -> dict[str, object]:

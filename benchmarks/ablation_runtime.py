@@ -317,6 +317,29 @@ def main() -> int:
     return 0
 
 
+def text() -> str:
+    """Return the committed figures as a sentence and a table in Markdown."""
+    results = json.loads(PATH.read_text(encoding="utf-8"))
+    gains = [
+        f"{row['overloads_over_bindings']['median'] - 1:+.1%} on {row['model']}"
+        for row in results["bindings"]
+        if row["budget"] == "none"
+    ]
+    lines = [
+        f"Without the bindings of ops, a step with no budget takes {', '.join(gains)} (`python -m "
+        "benchmarks.ablation_runtime`).",
+        "",
+        "| form of compression | model | MB, keeping all | with it | its step time | recomputing to that peak instead |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in results["forms"]:
+        other = row["recompute_over_free"]
+        instead = "not reached" if other is None else f"{other['median'] - 1:+.1%}"
+        cells = row["form"], row["model"], f"{row['peak_bytes'] / 1e6:.1f}", f"{row['form_peak_bytes'] / 1e6:.1f}"
+        lines.append(f"| {' | '.join(cells)} | {row['form_over_free']['median'] - 1:+.1%} | {instead} |")
+    return "\n".join(lines)
+
+
 def _shown(row: BindingRow | FormRow) -> dict[str, Any]:
     print(row, flush=True)
     return asdict(row)

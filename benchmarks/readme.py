@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks import ablation as ablation_of_stages
+from benchmarks import ablation_runtime
 from benchmarks.compare import EAGER_PEERS, Verdict, verdicts_of
 from benchmarks.frontier import PEERS
 from benchmarks.measure import Row
@@ -70,6 +72,11 @@ def overhead() -> str:
         f"{min(calls):.0f} to {max(calls):.0f} µs more in the forward, and each recomputation "
         f"{min(recipes):.0f} to {max(recipes):.0f} µs in the backward, its tiny kernels included."
     )
+
+
+def ablation() -> str:
+    """Return tables of what stages of the planner, bindings and forms of compression bring."""
+    return "\n\n".join((ablation_of_stages.text(), ablation_runtime.text()))
 
 
 def compare() -> str:
@@ -335,6 +342,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sweep": sweep,
     "architectures": architectures,
     "overhead": overhead,
+    "ablation": ablation,
     "compare": compare,
     "compare_table": compare_table,
     "published": published,
