@@ -33,7 +33,7 @@ from fxmem.profiling.training_step import TrainingStep
 PATH = RESULTS / "ablation.json"
 MODELS = (
     *("resnet18", "gpt2_2l", "unet", "vgg16", "mobilenet_v2", "bert", "googlenet", "vit", "resnet50", "mlp_mixer"),
-    *("swin_t", "densenet121"),
+    "swin_t",
 )
 GRAPHS = ("random 28.0", "random 28.1", "MLP, 8 layers", "GPT, 1 layer", "UNet")
 SHARES = (0.0, 0.25, 0.5, 0.75)

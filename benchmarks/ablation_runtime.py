@@ -43,9 +43,10 @@ from fxmem.profiling.training_step import TrainingStep
 from fxmem.torch_private import OpOverload
 
 PATH = RESULTS / "ablation_runtime.json"
+PARTS = ("bindings", "forms")
 SHARE = 0.5
 """The budget of taped bindings, as a share of the way from the floor to eager's peak."""
-SECONDS = 25.0
+SECONDS = 20.0
 """Of steps, for each row."""
 MOST_TURNS, FEWEST_TURNS = 400, 15
 
@@ -303,7 +304,7 @@ def _ratio(turns: Sequence[tuple[float, ...]], one: int, other: int) -> Ratio:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("bindings", "forms"), help="only this one; the other's rows stay")
+    parser.add_argument("--part", choices=PARTS, help="only this one; the other's rows stay")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -317,14 +318,31 @@ def main() -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Results:
+    """The rows of the file."""
+
+    bindings: tuple[BindingRow, ...]
+    forms: tuple[FormRow, ...]
+
+
+def load() -> Results:
+    """Return the committed rows."""
+    body = json.loads(PATH.read_text(encoding="utf-8"))
+    bindings, forms = (
+        [{name: _ratio_of(value) for name, value in row.items()} for row in body[part]] for part in PARTS
+    )
+    return Results(tuple(BindingRow(**row) for row in bindings), tuple(FormRow(**row) for row in forms))
+
+
+def _ratio_of(value: Any) -> Any:
+    return Ratio(**value) if isinstance(value, dict) else value
+
+
 def text() -> str:
     """Return the committed figures as a sentence and a table in Markdown."""
-    results = json.loads(PATH.read_text(encoding="utf-8"))
-    gains = [
-        f"{row['overloads_over_bindings']['median'] - 1:+.1%} on {row['model']}"
-        for row in results["bindings"]
-        if row["budget"] == "none"
-    ]
+    results = load()
+    gains = [f"{_more(row.overloads_over_bindings)} on {row.model}" for row in results.bindings if row.budget == "none"]
     lines = [
         f"Without the bindings of ops, a step with no budget takes {', '.join(gains)} (`python -m "
         "benchmarks.ablation_runtime`).",
@@ -332,12 +350,15 @@ def text() -> str:
         "| form of compression | model | MB, keeping all | with it | its step time | recomputing to that peak instead |",
         "|---|---|---|---|---|---|",
     ]
-    for row in results["forms"]:
-        other = row["recompute_over_free"]
-        instead = "not reached" if other is None else f"{other['median'] - 1:+.1%}"
-        cells = row["form"], row["model"], f"{row['peak_bytes'] / 1e6:.1f}", f"{row['form_peak_bytes'] / 1e6:.1f}"
-        lines.append(f"| {' | '.join(cells)} | {row['form_over_free']['median'] - 1:+.1%} | {instead} |")
+    for row in results.forms:
+        instead = "not reached" if row.recompute_over_free is None else _more(row.recompute_over_free)
+        megabytes = f"{row.peak_bytes / 1e6:.1f} | {row.form_peak_bytes / 1e6:.1f}"
+        lines.append(f"| {row.form} | {row.model} | {megabytes} | {_more(row.form_over_free)} | {instead} |")
     return "\n".join(lines)
+
+
+def _more(ratio: Ratio) -> str:
+    return f"{ratio.median - 1:+.1%}"
 
 
 def _shown(row: BindingRow | FormRow) -> dict[str, Any]:

@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import compare, cuda_suite, models, published
+from benchmarks import ablation, ablation_runtime, compare, cuda_suite, models, published
 from benchmarks.measure import Row, largest_relative_error, measure, quartiles
 from benchmarks.results_file import RESULTS, load_rows, save_rows
 from benchmarks.ways import EAGER, NO_RECOMPUTE, Way, peers
+from fxmem.ir import FrontierPoint, Plan
+from fxmem.planners.portfolio import STAGES
+from tests.synthetic import residual_blocks
 
 
 def _tiny() -> models.BenchModel:
@@ -139,6 +142,34 @@ def test_committed_results_name_no_host_and_all_predictions_are_exact() -> None:
     assert ours
     assert all(row.peak_bytes == row.predicted_peak_bytes for row in ours)
     assert all(row.gradients == "bitwise" and row.buffers == "equal" for row in ours)
+
+
+def test_what_a_stage_brings_is_told_at_four_budgets_and_of_the_floor() -> None:
+    plan = Plan("p", ())
+    whole = tuple(FrontierPoint(plan, peak, s) for peak, s in ((800, 0.0), (600, 1.0), (400, 2.0)))
+    without = tuple(FrontierPoint(plan, peak, s) for peak, s in ((800, 0.0), (500, 4.0)))
+    assert ablation.lost_points(whole, without, step_seconds=10.0) == (20.0, 20.0, 30.0, 0.0)
+    assert ablation.lost_points(whole, whole, step_seconds=10.0) == (0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_each_stage_is_left_out_once() -> None:
+    rows = list(ablation.measured("blocks", residual_blocks(3)))
+    assert [row.stage for row in rows] == list(STAGES)
+    assert all(0.0 <= row.stage_seconds <= row.all_seconds for row in rows)
+
+
+def test_every_stage_of_the_default_planner_pays() -> None:
+    summaries = ablation.summary(ablation.load_rows())
+    assert [each.stage for each in summaries] == list(STAGES)
+    assert all(each.pays for each in summaries)
+
+
+def test_every_form_of_compression_and_bindings_pay() -> None:
+    results = ablation_runtime.load()
+    assert {row.form for row in results.forms} == {form.title for form in ablation_runtime.FORMS}
+    assert all(any(row.pays for row in results.forms if row.form == form.title) for form in ablation_runtime.FORMS)
+    assert max(row.overloads_over_bindings.median for row in results.bindings) >= 1.02
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
