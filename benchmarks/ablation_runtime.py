@@ -187,7 +187,6 @@ class Form:
 FORMS = (
     Form("byte masks", Request(masks=True), "dropout", ("mlp_mixer", "bert", "vgg16")),
     Form("attentions taken apart", Request(masks=True), "scaled_dot_product", ("gpt2_2l", "vit", "bert", "llama")),
-    Form("narrow indices", Request(indices=True), "max_pool", ("vgg16", "unet", "googlenet")),
     Form("unread inputs", Request(input=True), "", ("googlenet", "densenet121", "diffusers_unet")),
 )
 

@@ -76,8 +76,8 @@ OPTIONS_DOC = """
     - ``policy``: rules of what must be saved or recomputed, such as ``("layers.*.attn", "save")`` or
       ``("relu", "recompute")``; the first that matches a node decides (:mod:`fxmem.planners.policy`).
     - ``inplace``: whether ops that provably may write over their input do (:mod:`fxmem.passes.inplace`).
-    - ``compress_saved``: whether dropout masks, pooling indices and inputs that no backward reads are saved in fewer bytes
-      where memory is short (:mod:`fxmem.passes.compress_saved`).
+    - ``compress_saved``: whether dropout masks and inputs that no backward reads are saved in fewer bytes where
+      memory is short (:mod:`fxmem.passes.compress_saved`).
     - ``cache``: whether what planning finds is kept on disk for the next process (:mod:`fxmem.disk_cache`).
 """
 

@@ -104,13 +104,8 @@ class UnreadInput:
 
     if_others_frozen: bool = False
     """Only where no other argument requires grad."""
-
-
-@dataclass(frozen=True, slots=True)
-class NarrowIndices:
-    """The indices it saves, of 8 bytes each, count in so many of the last dimensions of its input."""
-
-    num_dims: int
+    saves_indices: bool = False
+    """What it saves last are indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +116,6 @@ class CompressedForm:
     """The function's name."""
     backward: str = ""
     """The op that computes the gradient, where the form has to be told."""
-    num_dims: int = 0
-    """The last dimensions that the indices count in, if it saves such."""
     preceded_by: tuple[tuple[str, int], ...] = ()
     """The ops before it that the form stands for too, from the last to the first, each with the place of the argument,
     of the op after it, that it makes."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from fxmem.op_facts.kinds import CompressedForm, InPlaceForm, NarrowIndices, OpFact, PartOf, SavesUnseen, UnreadInput
+from fxmem.op_facts.kinds import CompressedForm, InPlaceForm, OpFact, PartOf, SavesUnseen, UnreadInput
 
 _UNREAD = "a saved tensor is observed, but not whether the backward's kernel reads its values"
 _UNREAD_TEST = "test_what_backward_does_not_read_is_not_saved"
-_INDICES = "that indices fit in fewer bytes follows from what they count, not from what is allocated"
-_INDICES_TEST = "test_indices_are_as_narrow_as_the_plane_lets_them_be"
 _IN_PLACE = "that a backward makes the same bits from the result as from the input follows from its formula"
 _IN_PLACE_TEST = "test_gradients_of_what_is_written_over_a_view_keep_their_layout"
 _CLIPPED_TEST = "test_clipping_that_reads_its_result_in_the_backward_gives_the_same_bits"
@@ -19,14 +17,10 @@ def _unread(op: str) -> OpFact:
     return OpFact((f"{op}.default",), value, _UNREAD, _UNREAD_TEST)
 
 
-def _pooled(num_dims: int) -> tuple[OpFact, ...]:
-    whole, dispatched = f"aten.max_pool{num_dims}d", f"aten.max_pool{num_dims}d_with_indices"
-    form = CompressedForm("compressed_max_pool", backward=f"{dispatched}_backward", num_dims=num_dims)
-    has_own_kernel = num_dims > 1  # in one dimension it runs as one in two
-    return (
-        OpFact((f"{whole}.default",), NarrowIndices(num_dims), _INDICES, _INDICES_TEST, device="cpu"),
-        *((OpFact((f"{dispatched}.default",), form, _UNREAD, _UNREAD_TEST),) if has_own_kernel else ()),
-    )
+def _max_pool(op: str) -> OpFact:
+    """A max pooling that returns its indices too."""
+    value = CompressedForm("max_pool_input_unread", backward=f"{op}_backward.default")
+    return OpFact((f"{op}.default",), value, _UNREAD, _UNREAD_TEST)
 
 
 FACTS: tuple[OpFact, ...] = (
@@ -53,9 +47,14 @@ FACTS: tuple[OpFact, ...] = (
             *("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.avg_pool3d.default"),
             *("aten.adaptive_avg_pool1d.default", "aten.adaptive_avg_pool2d.default"),
             *("aten.adaptive_avg_pool3d.default", "aten.pad.default"),
-            *("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default"),
         ),
         value=UnreadInput(),
+        why=_UNREAD,
+        test=_UNREAD_TEST,
+    ),
+    OpFact(
+        ops=("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default"),
+        value=UnreadInput(saves_indices=True),
         why=_UNREAD,
         test=_UNREAD_TEST,
     ),
@@ -76,9 +75,8 @@ FACTS: tuple[OpFact, ...] = (
         why="the gradient of a frozen one does not depend on the input, which autograd saves all the same",
         test="test_frozen_batch_norms_save_nothing_of_their_inputs_size",
     ),
-    *_pooled(1),
-    *_pooled(2),
-    *_pooled(3),
+    _max_pool("aten.max_pool2d_with_indices"),  # in one dimension it runs as one in two
+    _max_pool("aten.max_pool3d_with_indices"),
     # What dropouts and attentions consist of on the CPU.
     OpFact(
         ops=("aten.mul.Tensor",),

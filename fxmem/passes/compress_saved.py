@@ -1,18 +1,21 @@
 """Calls that are to save less than they do: found from the profile, seen on fakes, written into the captured graph.
 
-In: a profiled graph. Out: the captured graph in which dropouts (attentions with one inside too), max poolings and ops
-whose backward does not read their input are exchanged for those of :mod:`fxmem.runtime.compressed_ops`. A call is taken
-apart on fakes into the ops it consists of, below autocast, so the forms need to be written for ATen's own ops only.
-These ops then stand in the graph one by one, each for a plan to keep or to run again: what becomes of an attention's
-scores is made anew without drawing its mask anew, and their softmax goes over them less often. An input is left unsaved
-where no other op saves it; all its savers may be such ops. Masks and indices stay what they are on CUDA: masks have one
-byte there, and a pooling that runs again takes no longer than making its indices narrow and wide again, while the CPU
-computes for long. Dropouts in place stay what they are.
+In: a profiled graph. Out: the captured graph in which dropouts (attentions with one inside too) and ops whose backward
+does not read their input are exchanged for those of :mod:`fxmem.runtime.compressed_ops`. A call is taken apart on fakes
+into the ops it consists of, below autocast, so the forms need to be written for ATen's own ops only. These ops then stand
+in the graph one by one, each for a plan to keep or to run again: what becomes of an attention's scores is made anew
+without drawing its mask anew, and their softmax goes over them less often. An input is left unsaved where no other op
+saves it; all its savers may be such ops. Masks stay what they are on CUDA: they have one byte there. Dropouts in place
+stay what they are.
+
+Why, on the CPU (``benchmarks/results/ablation_runtime.json``; medians of a noisy machine): byte masks take 18 % off the
+peak of an MLP-Mixer for 4 % of its step's time, where recomputing to that peak takes 19 %; attentions taken apart 6 %
+off BERT's for 0 %, beside 2 %; unread inputs 1.3 % off a DenseNet's for 2 %, beside 3 %. Pooling indices in fewer bytes
+took 1 to 6 % off, for as much time as recomputing; they are not among the forms any longer.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxmem.capture.graph import CaptureGraph, with_unused_state
 from fxmem.fake.fake_tensors import FakeWorld, made_outside
 from fxmem.ir import NodeProfile
-from fxmem.op_facts.kinds import NarrowIndices, UnreadInput
+from fxmem.op_facts.kinds import UnreadInput
 from fxmem.op_facts.lookup import by_op
 from fxmem.passes.compressed_forms import Request, exchanged, may_narrow_masks
 from fxmem.passes.context import CompileContext, Settings
@@ -33,12 +36,10 @@ from fxmem.planners.policy import matches
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.compressed_ops import (
-    compressed_max_pool,
     frozen_convolution,
-    index_dtype,
     input_unread,
     masked_dropout,
-    split_dim,
+    max_pool_input_unread,
 )
 from fxmem.runtime.layout import View
 from fxmem.runtime.scoped_ops import Region, Scoped, op_of, region_of
@@ -50,12 +51,11 @@ MOST_PARTS = 60
 """An attention has about 30; what has many more (an RNN's time steps) runs faster whole."""
 
 LEAST_SHARE = 0.02
-"""Of the bytes that autograd saves: what poolings and unread inputs must be worth, since another graph is profiled anew."""
+"""Of the bytes that autograd saves: what unread inputs must be worth, since another graph is profiled anew."""
 
-EVERYTHING = Request(masks=True, indices=True, input=True)
+EVERYTHING = Request(masks=True, input=True)
 
 _UNREAD = by_op(UnreadInput)
-_WITH_INDICES = by_op(NarrowIndices)
 
 
 class CompressSaved:
@@ -89,7 +89,7 @@ def with_compressed_saves(
     calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
     free = [not stays_as_is(node) for node in profile.nodes]
     requests = _masks(profiled, free) if forms.masks else {}
-    requests |= _indices_and_inputs(profiled, calls, free, least_share, forms)
+    requests |= _unread_inputs(profiled, calls, free, least_share) if forms.input else {}
     known: dict[object, fx.Graph | None] = {}
     leaner: dict[fx.Node, fx.Graph] = {}
     for k, request in requests.items():
@@ -129,16 +129,11 @@ def _write(parts: fx.Graph, call: fx.Node) -> None:
 
 def notes_of(captured: CaptureGraph) -> Iterator[str]:
     """Say how many calls save less than autograd's own."""
-    calls = [(op_of(node.target), node.args) for node in captured.graph_module.graph.nodes]
-    poolings = [args[1:3] for op, args in calls if op is compressed_max_pool]
-    num_masks = sum(op is masked_dropout for op, _ in calls)
+    calls = [op_of(node.target) for node in captured.graph_module.graph.nodes]
+    num_masks = sum(op is masked_dropout for op in calls)
     if num_masks:
         yield f"dropout masks of {num_masks} calls have one byte an element; the estimate leaves out what narrowing takes"
-    num_indices = sum(bool(narrows) for _, narrows in poolings)
-    if num_indices:
-        yield f"max poolings save narrower indices at {num_indices} places"
-    num_inputs = sum(op in (input_unread, frozen_convolution) for op, _ in calls)
-    num_inputs += sum(not saves_input for saves_input, _ in poolings)
+    num_inputs = sum(op in (input_unread, frozen_convolution, max_pool_input_unread) for op in calls)
     if num_inputs:
         yield f"inputs that no backward reads are not saved by {num_inputs} calls"
 
@@ -160,10 +155,10 @@ def _internals(profiled: Profiled, node: NodeProfile) -> list[int]:
     return [s for s in node.saves if storages[s].internal and storages[s].creator == node.index]
 
 
-def _indices_and_inputs(
-    profiled: Profiled, calls: list[fx.Node], free: list[bool], least_share: float, forms: Request
+def _unread_inputs(
+    profiled: Profiled, calls: list[fx.Node], free: list[bool], least_share: float
 ) -> dict[int, Request]:
-    """Return the max poolings and the calls whose input need not be saved; none if they are worth little."""
+    """Return the calls whose input need not be saved; none if they are worth little."""
     nodes, storages = profiled.profile.nodes, profiled.profile.storages
     savers: dict[int, set[int]] = {}
     for node in nodes:
@@ -174,28 +169,10 @@ def _indices_and_inputs(
     }
     requests, spared_bytes = {}, 0.0
     for k, inputs in unread.items():
-        alone = bool(inputs) and all(savers[s] <= unread.keys() and not storages[s].why_kept for s in inputs)
-        alone = alone and forms.input
-        wide_bytes, narrow_bytes = _index_bytes(profiled, calls[k], k) if forms.indices else (0, 0)
-        if alone or narrow_bytes:
-            requests[k] = Request(indices=narrow_bytes > 0, input=alone)
-            spared_bytes += sum(storages[s].nbytes / len(savers[s]) for s in inputs if alone)
-            spared_bytes += wide_bytes - narrow_bytes
+        if inputs and all(savers[s] <= unread.keys() and not storages[s].why_kept for s in inputs):
+            requests[k] = Request(input=True)
+            spared_bytes += sum(storages[s].nbytes / len(savers[s]) for s in inputs)
     return requests if spared_bytes >= least_share * sum(storages[s].nbytes for s in savers) else {}
-
-
-def _index_bytes(profiled: Profiled, call: fx.Node, k: int) -> tuple[int, int]:
-    """Return the bytes of the indices that ``call``, the ``k``-th, saves, and those of narrow ones; 0 if they stay."""
-    internals = _internals(profiled, profiled.profile.nodes[k])
-    fact = by_op(NarrowIndices, profiled.devices[0].type).get(op_of(call.target))
-    if fact is None or not internals:
-        return 0, 0
-    (_, given), *_ = profiled.arguments[k]
-    if given.storage < 0 or split_dim(given.size, given.stride) is None:
-        return 0, 0
-    nbytes = profiled.profile.storages[internals[-1]].nbytes
-    dtype = index_dtype(math.prod(given.size[-fact.num_dims :]))
-    return nbytes, nbytes * dtype.itemsize // torch.int64.itemsize
 
 
 def _is_unread(call: fx.Node, profiled: Profiled, k: int) -> bool:
@@ -215,7 +192,7 @@ def _inputs(profiled: Profiled, call: fx.Node, k: int) -> list[int]:
     if view.storage in node.saves:
         return [view.storage]
     internals = _internals(profiled, node)
-    return internals[:-1] if op_of(call.target) in _WITH_INDICES else internals[:1]  # the last are the indices
+    return internals[:-1] if _UNREAD[op_of(call.target)].saves_indices else internals[:1]
 
 
 def _call_of(node: fx.Node, views: dict[int, View]) -> object:

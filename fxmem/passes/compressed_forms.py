@@ -19,11 +19,11 @@ from fxmem.op_facts.lookup import by_op, resolved
 from fxmem.runtime.compressed_ops import (
     BACKWARDS,
     POOL_BACKWARDS,
-    compressed_max_pool,
     dropout_mask,
     frozen_convolution,
     input_unread,
     masked_dropout,
+    max_pool_input_unread,
     safe_softmax,
 )
 
@@ -39,8 +39,6 @@ class Request:
 
     masks: bool = False
     """Masks wider than a byte."""
-    indices: bool = False
-    """Indices wider than need be."""
     input: bool = False
     """Its input."""
 
@@ -57,7 +55,7 @@ def _has_form(node: fx.Node, form: Target) -> bool:
 
 def exchanged(graph: fx.Graph, request: Request) -> bool:
     """Write the forms that save less into ``graph``; tell if there are any."""
-    exchange = _exchange_dropout if request.masks else lambda node: _exchange_pool_or_input(node, request)
+    exchange = _exchange_dropout if request.masks else _exchange_unread_input
     found = [exchange(node) for node in list(graph.nodes)]
     if any(found):
         _join_matmuls(graph)
@@ -118,16 +116,15 @@ def _exchange(last: fx.Node, form: Target, args: tuple[Any, ...], *others: fx.No
     return True
 
 
-def _exchange_pool_or_input(node: fx.Node, request: Request) -> bool:
+def _exchange_unread_input(node: fx.Node) -> bool:
     if node.kwargs:
         return False
     if node.target in POOL_BACKWARDS:
         result, indices = node.users
-        args = (node.target, not request.input, request.indices, *node.args)
-        return _exchange(result, compressed_max_pool, args, *indices.users, indices, node)
-    if request.input and node.target in BACKWARDS:
+        return _exchange(result, max_pool_input_unread, (node.target, *node.args), *indices.users, indices, node)
+    if node.target in BACKWARDS:
         return _exchange(node, input_unread, (node.target, *node.args))
-    if request.input and _has_form(node, frozen_convolution):
+    if _has_form(node, frozen_convolution):
         return _exchange(node, frozen_convolution, node.args)
     return False
 

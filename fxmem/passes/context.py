@@ -38,7 +38,7 @@ class Settings:
     inplace: bool = True
     """Whether ops that may write over their input do."""
     compress_saved: bool = True
-    """Whether masks, pooling indices and inputs that no backward reads are saved in fewer bytes where memory is short."""
+    """Whether masks and inputs that no backward reads are saved in fewer bytes where memory is short."""
 
     def __setstate__(self, state: list[Any]) -> None:
         """Pickles of earlier versions lack the last fields."""

@@ -4,10 +4,9 @@ Forward and backward call the kernels that eager calls. What differs is what lie
 
 1. The mask of a *dropout* has one byte an element, where eager's, on the CPU, has the input's own dtype (Jain et al. 2018,
    Gist, keep the masks of ReLUs so). The generator gives the same numbers for either.
-2. The indices of a *max pooling* point into a plane of at most 2**15 or 2**16 elements as a rule; eager's have 8 bytes.
-3. Some backwards take the op's input, but only look at its shape, strides and dtype: those of poolings, of paddings that
+2. Some backwards take the op's input, but only look at its shape, strides and dtype: those of poolings, of paddings that
    reflect or repeat, and of convolutions whose weight is frozen. They get as much memory, with nothing in it.
-4. The *safe softmax* of an attention saves what eager's does. That one goes over the scores three times more than a softmax
+3. The *safe softmax* of an attention saves what eager's does. That one goes over the scores three times more than a softmax
    does, for rows that are masked out whole. In these a softmax is NaN; so one column of it tells if they need to be sought.
 """
 
@@ -27,7 +26,6 @@ from fxmem.torch_patches import in_batched_backward
 from fxmem.torch_private import (
     FakeTensor,
     OpOverload,
-    channels_last_strides,
     contiguous_strides,
     schema_of,
     without_modes,
@@ -188,70 +186,26 @@ def frozen_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 # -- max pooling -------------------------------------------------------------------------------------------------------
 
-POOL_BACKWARDS: dict[Overload, Any] = {
-    op: resolved(fact.backward) for op, fact in _FORMS.items() if fact.form == "compressed_max_pool"
+POOL_BACKWARDS: dict[Overload, Overload] = {
+    op: resolved(fact.backward) for op, fact in _FORMS.items() if fact.form == "max_pool_input_unread"
 }
 
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, op: Overload, args: tuple[Any, ...], saves_input: bool, narrows: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, op: Overload, args: tuple[Any, ...]) -> torch.Tensor:
         result, indices = op(x, *args)
-        if narrows:
-            indices = indices.to(index_dtype(math.prod(x.shape[-_FORMS[op].num_dims :])))
-        ctx.save_for_backward(indices, *((x,) if saves_input else ()))
+        ctx.save_for_backward(indices)
         ctx.geometry, ctx.op, ctx.args = Geometry.of(x), op, args
         return cast(torch.Tensor, result)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        indices, *inputs = ctx.saved_tensors
-        geometry, backward = ctx.geometry, POOL_BACKWARDS[ctx.op]
-        dim = None if indices.dtype == torch.int64 else split_dim(geometry.size, geometry.stride)
-        if dim is None or torch.is_grad_enabled() or in_batched_backward():
-            x = inputs[0] if inputs else geometry.blank()
-            return backward.default(grad, x, *ctx.args, indices.to(torch.int64)), *[None] * 4
-        result = geometry.blank()
-        wholes = grad, indices, result, *inputs
-        for grads, narrow, results, *xs in zip(*(whole.chunk(NUM_PARTS, dim) for whole in wholes), strict=True):
-            x = xs[0] if xs else geometry._replace(size=results.size()).blank()
-            backward.grad_input(grads, x, *ctx.args, narrow.to(torch.int64), grad_input=results)
-        return result, *[None] * 4
+        (indices,) = ctx.saved_tensors
+        return POOL_BACKWARDS[ctx.op](grad, ctx.geometry.blank(), *ctx.args, indices), None, None
 
 
-NUM_PARTS = 4
-"""In so many parts, one after the other, a backward takes place for which indices are widened again. With two or more there
-is never more in memory than the wide indices of the whole."""
-
-
-def split_dim(size: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Return the dimension in whose slices a pooling's backward may run, with a result laid out as ``stride`` says.
-
-    None if there is none.
-    """
-    is_contiguous = tuple(stride) == contiguous_strides(size)
-    is_last = len(size) in (4, 5) and size[1] > 1 and tuple(stride) == channels_last_strides(size)
-    if size[0] > 1 and (is_contiguous or is_last):
-        return 0
-    return 1 if size[1] > 1 and is_contiguous else None
-
-
-def index_dtype(num_elements: int) -> torch.dtype:
-    """Return the narrowest dtype that numbers so many elements."""
-    if num_elements <= 2**15:
-        return torch.int16
-    if num_elements <= 2**16:
-        return torch.uint16
-    return torch.int32 if num_elements <= 2**31 else torch.int64
-
-
-def compressed_max_pool(op: Overload, saves_input: bool, narrows: bool, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Return the first result of ``op(x, *args)``, a max pooling.
-
-    ``saves_input``: whether ``x`` is saved; it need not be, which is of use where nothing else saves it. ``narrows``:
-    whether indices are saved as narrow as they may be.
-    """
+def max_pool_input_unread(op: Overload, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Return the first result of ``op(x, *args)``, a max pooling; of the two, only the indices are saved."""
     _, *rest = with_defaults(op, (x, *args))
-    return cast(torch.Tensor, _MaxPool.apply(x, op, tuple(rest), saves_input, narrows))  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, _MaxPool.apply(x, op, tuple(rest)))  # type: ignore[no-untyped-call]

@@ -1,9 +1,10 @@
 """Python bindings of ATen's ops: ``torch.layer_norm`` for ``torch.ops.aten.layer_norm.default``.
 
 Both run the same op, but the call of an overload from Python costs several microseconds more, which is all that a small
-kernel takes. In: a captured graph. Out: for each call, what the emitted graph is to call. A binding resolves its overload
-anew from the arguments, so it is used only where it was seen to dispatch the same kernels with the same arguments as the
-overload (on fakes).
+kernel takes: without bindings a step takes 9 % longer on a deep MLP of 64-wide layers, 8 % on a tiny GPT-2, 2 % on a
+ResNet-18 of small images (``benchmarks/results/ablation_runtime.json``). In: a captured graph. Out: for each call, what
+the emitted graph is to call. A binding resolves its overload anew from the arguments, so it is used only where it was
+seen to dispatch the same kernels with the same arguments as the overload (on fakes).
 """
 
 from __future__ import annotations
