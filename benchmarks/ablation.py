@@ -79,6 +79,7 @@ def main() -> int:
     print(tabulate([asdict(each) for each in summary(rows)], headers="keys", floatfmt=".2f"))
     if not options.only:
         body = {"machine": machine(), "shares": SHARES, "rows": [asdict(row) for row in rows]}
+        body["removed"] = [asdict(row) for row in load_rows("removed")]
         PATH.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -167,9 +168,9 @@ class Summary:
     pays: bool
 
 
-def load_rows() -> list[Row]:
-    """Return the committed rows."""
-    rows = json.loads(PATH.read_text(encoding="utf-8"))["rows"]
+def load_rows(part: str = "rows") -> list[Row]:
+    """Return the committed rows; ``removed``: those of stages that went, measured while all were there."""
+    rows = json.loads(PATH.read_text(encoding="utf-8"))[part]
     return [Row(**row | {"lost_points": tuple(row["lost_points"])}) for row in rows]
 
 
@@ -197,6 +198,10 @@ def _summary(stage: str, rows: list[Row]) -> Summary:
 def text() -> str:
     """Return the committed summary as a table in Markdown, and what it says."""
     rows = load_rows()
+    gone = [
+        f"{each.stage} ({each.most_points:.2f} points for {each.seconds_percent:.0f} % of the time)"
+        for each in summary(load_rows("removed"))
+    ]
     lines = [
         "| stage of the default planner | brings at most, points of step time | of the floor | share of planning time |",
         "|---|---|---|---|",
@@ -211,7 +216,7 @@ def text() -> str:
             f"Each stage is left out of planning for {len({row.graph for row in rows})} graphs with roofline times: the "
             "most by which step time rises at the floor and 25, 50, 75 % of the way from there to keeping everything, and "
             f"by which the floor rises (`python -m benchmarks.ablation`). It stays if that is {LEAST_POINTS} points or "
-            f"{LEAST_FLOOR_PERCENT:.0f} % of the floor somewhere.",
+            f"{LEAST_FLOOR_PERCENT:.0f} % of the floor somewhere. Gone by this measure: {', '.join(gone)}.",
         )
     )
 

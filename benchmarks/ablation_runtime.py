@@ -323,15 +323,22 @@ class Results:
 
     bindings: tuple[BindingRow, ...]
     forms: tuple[FormRow, ...]
+    removed_forms: tuple[FormRow, ...]
+    """Of forms that went."""
 
 
 def load() -> Results:
     """Return the committed rows."""
     body = json.loads(PATH.read_text(encoding="utf-8"))
-    bindings, forms = (
-        [{name: _ratio_of(value) for name, value in row.items()} for row in body[part]] for part in PARTS
+
+    def rows(part: str) -> list[dict[str, Any]]:
+        return [{name: _ratio_of(value) for name, value in row.items()} for row in body[part]]
+
+    return Results(
+        tuple(BindingRow(**row) for row in rows("bindings")),
+        tuple(FormRow(**row) for row in rows("forms")),
+        tuple(FormRow(**row) for row in rows("removed_forms")),
     )
-    return Results(tuple(BindingRow(**row) for row in bindings), tuple(FormRow(**row) for row in forms))
 
 
 def _ratio_of(value: Any) -> Any:
@@ -349,10 +356,11 @@ def text() -> str:
         "| form of compression | model | MB, keeping all | with it | its step time | recomputing to that peak instead |",
         "|---|---|---|---|---|---|",
     ]
-    for row in results.forms:
+    for row in (*results.forms, *results.removed_forms):
+        title = f"{row.form} (gone)" if row in results.removed_forms else row.form
         instead = "not reached" if row.recompute_over_free is None else _more(row.recompute_over_free)
         megabytes = f"{row.peak_bytes / 1e6:.1f} | {row.form_peak_bytes / 1e6:.1f}"
-        lines.append(f"| {row.form} | {row.model} | {megabytes} | {_more(row.form_over_free)} | {instead} |")
+        lines.append(f"| {title} | {row.model} | {megabytes} | {_more(row.form_over_free)} | {instead} |")
     return "\n".join(lines)
 
 
