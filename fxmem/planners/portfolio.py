@@ -15,9 +15,8 @@ from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.planners import chen, mincut, segment_dp
 from fxmem.planners.local_search import improve
 from fxmem.planners.neighbourhood_search import search_neighbourhoods
-from fxmem.planners.pareto import Clock, judge_all, pareto
+from fxmem.planners.pareto import Clock, pareto
 from fxmem.planners.path_relinking import relink_paths
-from fxmem.planners.simulate import drop_all
 
 SEARCH_WORK = 220_000
 """Recipes times trials of the local search."""
@@ -55,11 +54,6 @@ def _by_planner(planner: Planner, share: float) -> Stage:
         return pareto((*points, *planner(profile, seconds=share * clock.left_seconds)))
 
     return stage
-
-
-def _all_dropped(profile: GraphProfile, points: Points, clock: Clock) -> Points:
-    """Return the points and the plan that drops everything."""
-    return pareto((*points, *judge_all(profile, "drop_all", [drop_all(profile).limits], clock)))
 
 
 # -- plans made better -------------------------------------------------------------------------------------------------
@@ -108,8 +102,7 @@ def _area(points: Sequence[FrontierPoint], span: Sequence[FrontierPoint]) -> flo
 STAGES: dict[str, Stage] = {
     "intervals": _by_planner(segment_dp.frontier, 0.6),
     "mincut": _by_planner(mincut.frontier, 0.3),
-    "chen": _by_planner(chen.frontier, 0.3),
-    "drop all": _all_dropped,
+    "chen": _by_planner(chen.frontier, 0.3),  # of use on chains, between the budgets that the ablation looks at
     "local search": _improved,
     "path relinking": _relinked,
     "neighbourhood search": _chosen_anew,
