@@ -82,6 +82,7 @@ def main() -> int:
     if not options.only:
         body = {"machine": machine(), "shares": SHARES, "rows": [asdict(row) for row in rows]}
         body["removed"] = [asdict(each) for each in load_removed()]
+        body["removed_together"] = [asdict(each) for each in load_together()]
         PATH.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -196,6 +197,24 @@ def load_removed() -> list[Removed]:
     return [Removed(**each) for each in json.loads(PATH.read_text(encoding="utf-8"))["removed"]]
 
 
+@dataclass(frozen=True)
+class Together:
+    """What a graph lost when all of these had gone; as in :class:`Row`, with the CPU seconds of the whole planner."""
+
+    graph: str
+    lost_points: tuple[float, ...]
+    worst_points: float
+    floor_percent: float
+    seconds_before: float
+    seconds_after: float
+
+
+def load_together() -> list[Together]:
+    """Return what all stages that went brought together."""
+    rows = json.loads(PATH.read_text(encoding="utf-8"))["removed_together"]
+    return [Together(**row | {"lost_points": tuple(row["lost_points"])}) for row in rows]
+
+
 def load_rows() -> list[Row]:
     """Return the committed rows."""
     rows = json.loads(PATH.read_text(encoding="utf-8"))["rows"]
@@ -246,9 +265,22 @@ def text() -> str:
             f"Each stage is left out of planning for {len({row.graph for row in rows})} graphs with roofline times: the "
             "most by which step time rises at the floor and 25, 50, 75 % of the way from there to keeping all (and at "
             "any budget of the frontier), and by which the floor rises (`python -m benchmarks.ablation`). It stays if that "
-            f"is {LEAST_POINTS} points at those four or {LEAST_FLOOR_PERCENT:.0f} % of the floor somewhere; chen stays for "
-            f"budgets between these on chains. Gone by this measure: {', '.join(gone)}.",
+            f"is {LEAST_POINTS} points at those four or {LEAST_FLOOR_PERCENT:.0f} % of the floor somewhere; chen stays so "
+            "that the default is never worse than a planner asked for by name. Gone by this measure: "
+            f"{', '.join(gone)}. {_together_text()}",
         )
+    )
+
+
+def _together_text() -> str:
+    rows = load_together()
+    worst = sorted(((max(row.lost_points), row.graph) for row in rows), reverse=True)
+    before, after = sum(row.seconds_before for row in rows), sum(row.seconds_after for row in rows)
+    told = ", ".join(f"{points:.2f} on {graph}" for points, graph in worst[:2])
+    return (
+        f"All of these together brought, of {len(rows)} graphs, at most {told}, {max(r.worst_points for r in rows):.1f} at "
+        f"any budget and {max(row.floor_percent for row in rows):.1f} % of a floor; planning takes {after:.0f} s without "
+        f"them, {before:.0f} s with."
     )
 
 

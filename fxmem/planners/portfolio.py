@@ -102,7 +102,7 @@ def _area(points: Sequence[FrontierPoint], span: Sequence[FrontierPoint]) -> flo
 STAGES: dict[str, Stage] = {
     "intervals": _by_planner(segment_dp.frontier, 0.6),
     "mincut": _by_planner(mincut.frontier, 0.3),
-    "chen": _by_planner(chen.frontier, 0.3),  # of use on chains, between the budgets that the ablation looks at
+    "chen": _by_planner(chen.frontier, 0.3),  # so that none is worse than a planner asked for by name
     "local search": _improved,
     "path relinking": _relinked,
     "neighbourhood search": _chosen_anew,
