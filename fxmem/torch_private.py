@@ -12,6 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch._C import DisableTorchFunction, DispatchKey
+from torch._C._acc import DeviceGuard as PythonDeviceGuard
+from torch._C._acc import register_python_privateuseone_device_guard as register_device_guard
+from torch._C._autograd import DeviceType as device_types
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -34,11 +37,13 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "PythonDeviceGuard",
     "TorchDispatchMode",
     "TreeSpec",
     "channels_last_strides",
     "contiguous_strides",
     "current_backward_node",
+    "device_types",
     "has_kernel",
     "in_dual_level",
     "in_transform",
@@ -46,6 +51,7 @@ __all__ = [
     "is_composite",
     "is_traceable_wrapper",
     "is_view",
+    "register_device_guard",
     "register_pytree_node",
     "saved_tensor_hooks_allowed",
     "schema_of",

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fxmem.devices import DeviceModel
 from fxmem.profiling.cuda_reduction import ITEM_BYTES, TensorRecord, contiguous, reduction_bytes
-from fxmem.profiling.devices import DeviceModel
 
 Arguments = Mapping[str, Any]
 """By the names of the op's schema; tensors as :class:`TensorRecord`, everything else as plain Python values."""

@@ -23,6 +23,7 @@ from fxmem.torch_patches.export import compiler_says_eager, nodes_shown_to, quie
 from fxmem.torch_patches.fakes import grouped_matmuls, no_value_checks
 from fxmem.torch_patches.optimizers import fakes_for_each, for_each_on, steady_scaler
 from fxmem.torch_patches.replacing import PATCHES
+from fxmem.torch_patches.stand_in import cuda_for_fakes
 
 __all__ = [
     "PATCHES",
@@ -31,6 +32,7 @@ __all__ = [
     "batch_norms_by",
     "calls_told_to",
     "compiler_says_eager",
+    "cuda_for_fakes",
     "fakes_for_each",
     "for_each_on",
     "forward_hooks_exchanged",

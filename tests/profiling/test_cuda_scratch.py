@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from fxmem.devices import DEVICES
 from fxmem.profiling.cuda_reduction import TensorRecord, contiguous, reduction_bytes
 from fxmem.profiling.cuda_scratch import RULES, Scratch, scratch_of
-from fxmem.profiling.devices import DEVICES
 
 RECORDED = {device: f"cuda_scratch_{device}_torch2.14.1.json" for device in ("h100-80gb", "a100-80gb")}
 SMALL_BOUND_BYTES = 6 << 20

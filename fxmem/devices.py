@@ -9,7 +9,7 @@ None of it was read off a device by this project yet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxmem.errors import InputError
 
@@ -31,11 +31,13 @@ class DeviceModel:
     bytes_per_second: float
     fp32_flops_per_second: float
     half_flops_per_second: float
+    resident_threads: int = 0
+    """Most threads of one SM, as the runtime tells; 0: as the capability has it."""
 
     @property
     def threads_per_sm(self) -> int:
         """Most resident threads of one SM."""
-        return _OF_CAPABILITY[self.capability][0]
+        return self.resident_threads or _OF_CAPABILITY[self.capability][0]
 
     @property
     def shared_per_sm_bytes(self) -> int:
@@ -84,3 +86,13 @@ def device_named(name: str) -> DeviceModel:
     if known is None:
         raise InputError(f"no GPU is known as {name!r}; known are {', '.join(DEVICES)}")
     return known
+
+
+def device_like(
+    name: str, capability: tuple[int, int], num_sms: int, memory_bytes: int, threads_per_sm: int
+) -> DeviceModel:
+    """Return the GPU that a CUDA runtime describes so, with the rates of the known one of its capability that is nearest."""
+    peers = [d for d in DEVICES.values() if d.capability == capability] or list(DEVICES.values())
+    nearest = min(peers, key=lambda d: abs(d.num_sms - num_sms))
+    seen = replace(nearest, name=name, capability=capability, num_sms=num_sms, memory_bytes=memory_bytes)
+    return replace(seen, resident_threads=threads_per_sm)
