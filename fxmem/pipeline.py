@@ -32,7 +32,7 @@ from fxmem.planners.plan_transfer import Planned, carried_over, counterparts, of
 from fxmem.planners.policy import constrain, enforce
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import keep_all, simulate
-from fxmem.profiling.caching_allocator import Allocation
+from fxmem.profiling.caching_allocator import Allocation, AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.verify import cuda_peaks, eager_peak_bytes, verify
@@ -84,14 +84,13 @@ def compile_model(
         planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
         emitted = emit_within_budget(profiled, context, planned.points)
     eager_bytes = eager_peak_bytes(context.model, captured, context.inputs, settings.step, seen=profiled.seen)
-    on_cuda = any(device.type == "cuda" for device in profiled.devices)
     report = build_report(
         profiled.profile,
         emitted.point,
         emitted.verification,
         budget_bytes=settings.budget_bytes,
         eager_peak_bytes=eager_bytes,
-        least_bytes=UnplannedFloor.of(graph, context) if planned is None else planned.points[-1].peak_bytes,
+        least_bytes=floor_bytes(profiled, context, planned.points) if planned else UnplannedFloor.of(graph, context),
         peak_step=emitted.timeline.peak_step,
         bound_seconds=lower_bound(
             profiled.profile, settings.budget_bytes or emitted.point.peak_bytes, emitted.point.recompute_seconds
@@ -99,7 +98,7 @@ def compile_model(
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings, profiled.captured),
         inplace=graph.inplace,
-        cuda=cuda_peaks(emitted.events) if on_cuda else None,
+        cuda=emitted.cuda,
     )
     return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned)
 
@@ -132,6 +131,13 @@ def frontier_of(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoin
         if settings.cache:
             frontier_cache.store(constrained, name, seconds, points)
     return pareto(enforce(constrained, pareto((_keep_all(profile), *points)), recomputed))
+
+
+def floor_bytes(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> int:
+    """Return the least budget that can be kept."""
+    if not _is_on_cuda(profiled):
+        return points[-1].peak_bytes
+    return emit_least(profiled, context, points).bound_bytes
 
 
 def least_peak_bytes(profile: GraphProfile, settings: Settings, planned: list[Planned], budget_bytes: int) -> int:
@@ -179,7 +185,8 @@ class UnplannedFloor:
                     stack.enter_context(region.enter())
                 graph = run_passes(self.graph, PASSES_FOR_SHORT_MEMORY, self.context)
                 profiled = with_times(self.context.profile_of(graph), self.context)
-                self._known = frontier_of(profiled.profile, self.context.settings)[-1].peak_bytes
+                points = frontier_of(profiled.profile, self.context.settings)
+                self._known = floor_bytes(profiled, self.context, points)
         return self._known
 
 
@@ -194,8 +201,10 @@ class Emitted:
     timeline: Timeline
     graph_module: fx.GraphModule
     verification: Verification
-    events: tuple[Allocation, ...]
-    """Every allocation and free of the step."""
+    cuda: AllocatorPeaks | None
+    """On CUDA: what the caching allocator makes of the step."""
+    bound_bytes: int
+    """What a budget bounds: the verified peak; on CUDA the peak of allocated or of reserved bytes, as is asked for."""
 
 
 def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | None:
@@ -207,7 +216,7 @@ def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | N
     if point.peak_bytes > most_bytes:
         return None
     emitted = _emit(profiled, context, point)
-    return emitted if emitted.verification.verified_bytes <= most_bytes else None
+    return emitted if emitted.bound_bytes <= most_bytes else None
 
 
 def emit_taken_over(
@@ -229,20 +238,24 @@ def emit_within_budget(profiled: Profiled, context: CompileContext, points: tupl
     emitted = _emit_cheapest(profiled, context, points)
     if emitted is None:
         assert context.settings.budget_bytes is not None
-        raise _infeasible(profiled.profile, points, context.settings.budget_bytes)
+        raise _infeasible(profiled.profile, emit_least(profiled, context, points), context.settings.budget_bytes)
     return emitted
 
 
+def emit_least(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted:
+    """Emit the point of the least peak."""
+    return _emit(profiled, context, min(points, key=lambda point: point.peak_bytes))
+
+
 def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
-    """Where a verified peak exceeds the budget though the planned one did not, plan again that much lower."""
+    """Where what the budget bounds exceeds it though the planned peak did not, take a point that much lower."""
     budget_bytes = context.settings.budget_bytes
     limit_bytes = points[0].peak_bytes if budget_bytes is None else budget_bytes
     while (point := cheapest_within(points, limit_bytes)) is not None:
         emitted = _emit(profiled, context, point)
-        verified_bytes = emitted.verification.verified_bytes
-        if budget_bytes is None or verified_bytes <= budget_bytes:
+        if budget_bytes is None or emitted.bound_bytes <= budget_bytes:
             return emitted
-        limit_bytes = min(point.peak_bytes - 1, budget_bytes - (verified_bytes - point.peak_bytes))
+        limit_bytes = min(point.peak_bytes - 1, budget_bytes - (emitted.bound_bytes - point.peak_bytes))
     return None
 
 
@@ -261,15 +274,23 @@ def _emit(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> 
         lambda *event: events.append(event),
         profiled.seen,
     )
-    return Emitted(point, timeline, graph_module, verification, tuple(events))
+    cuda = cuda_peaks(events) if _is_on_cuda(profiled) else None
+    bound_bytes = verification.verified_bytes
+    if cuda is not None:
+        reserved = context.settings.budget_of == "reserved"
+        bound_bytes = cuda.reserved_bytes if reserved else cuda.allocated_bytes
+    return Emitted(point, timeline, graph_module, verification, cuda, bound_bytes)
+
+
+def _is_on_cuda(profiled: Profiled) -> bool:
+    return any(device.type == "cuda" for device in profiled.devices)
 
 
 # -- what the user is told --------------------------------------------------------------------------------------------
 
 
-def _infeasible(profile: GraphProfile, points: Sequence[FrontierPoint], budget_bytes: int) -> InfeasibleBudgetError:
-    least = min(points, key=lambda point: point.peak_bytes)
-    timeline = simulate(profile, least.plan)
+def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int) -> InfeasibleBudgetError:
+    timeline = least.timeline
     tick, static = profile.ticks[timeline.peak_step], profile.static
     rest_bytes = max(0, tick.start_bytes - static.total_bytes)
     breakdown = (
@@ -279,9 +300,11 @@ def _infeasible(profile: GraphProfile, points: Sequence[FrontierPoint], budget_b
         ("optimizer state", static.optimizer_state_bytes),
         ("gradients of earlier micro-batches", static.gradients_bytes),
         ("gradients and loss", rest_bytes),
-        ("activations and working set", least.peak_bytes - static.total_bytes - rest_bytes),
+        ("activations and working set", timeline.peak_bytes - static.total_bytes - rest_bytes),
+        ("workspaces of cuBLAS", static.library_bytes),
+        ("unused parts of CUDA's blocks", least.bound_bytes - timeline.peak_bytes),
     )
-    return InfeasibleBudgetError(budget_bytes, least.peak_bytes, breakdown, str(place_of(profile, timeline.peak_step)))
+    return InfeasibleBudgetError(budget_bytes, least.bound_bytes, breakdown, str(place_of(profile, timeline.peak_step)))
 
 
 def _notes(settings: Settings, captured: CaptureGraph) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import GetAttrKey, TreeSpec, register_pytree_node, tree_flatten, tree_leaves
 
 __all__ = [
+    "ALONE_IN_DISPATCH",
     "OF_FAKES",
     "DisableTorchFunction",
     "DynamicOutputShapeException",
@@ -45,6 +46,7 @@ __all__ = [
     "current_backward_node",
     "device_types",
     "has_kernel",
+    "holders_of",
     "in_dual_level",
     "in_transform",
     "is_channels_last",
@@ -55,6 +57,7 @@ __all__ = [
     "register_pytree_node",
     "saved_tensor_hooks_allowed",
     "schema_of",
+    "sequence_of",
     "storage_key",
     "tree_flatten",
     "tree_leaves",
@@ -182,6 +185,21 @@ def current_backward_node() -> object | None:
     """Return the autograd node that runs at present; None outside of a backward."""
     return cast(object, torch._C._current_autograd_node())
 
+
+def sequence_of(node: Any) -> int | None:
+    """Return the number of an autograd node in its graph; None for the node that accumulates into a leaf."""
+    return None if "AccumulateGrad" in node.name() else int(node._sequence_nr())
+
+
+def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how many C++ owners a tensor and its storage have."""
+    return int(tensor._use_count()), int(  # type: ignore[attr-defined]
+        torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    )
+
+
+ALONE_IN_DISPATCH = (4, 2)
+"""What :func:`holders_of` is, in the uppermost dispatch mode, for an argument that only autograd's buffer holds."""
 
 saved_tensor_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 """False inside ``torch.autograd.graph.disable_saved_tensors_hooks``; asked at each call of an optimized module."""

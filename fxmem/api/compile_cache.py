@@ -93,6 +93,17 @@ class CompileCache:
         self._warn_of_many(inputs, specializations)
         return compiled
 
+    def plan_elsewhere(self, inputs: Inputs, autocast: Autocast | None) -> None:
+        """Plan for fakes of the model and ``inputs`` where fakes lie now; what is found serves no call."""
+        most = CAPTURE_SECONDS + self._settings.plan_seconds
+        settings = replace(self._settings, measure=False)
+        with (
+            told(f"planning a training step of {type(self._model).__name__}", most),
+            as_in_training(),
+            _collected_afterwards(),
+        ):
+            self.latest = compile_model(CompileContext(self._model, inputs, settings, autocast))
+
     def _forget_replaced(self) -> None:
         """Let go of what is compiled for parameters that the model has no longer: nothing else may hold them."""
         present_ids = set(map(id, self._model.parameters()))

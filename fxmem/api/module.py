@@ -31,7 +31,9 @@ from fxmem.api.budget import parse_budget
 from fxmem.api.compile_cache import CompileCache
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.capture.guards import REGISTRIES
+from fxmem.devices import DeviceModel, device_named
 from fxmem.errors import InputError, NotPlannedError
+from fxmem.fake.stand_in import standing_in
 from fxmem.ir import Plan
 from fxmem.passes.context import Settings
 from fxmem.pipeline import Compiled
@@ -48,6 +50,7 @@ def optimize(
     *,
     budget_gb: float | None = None,
     budget: float | str | None = None,
+    plan_for: str | None = None,
     **options: Unpack[Options],
 ) -> OptimizedModule:
     """Return ``model`` as a module that trains inside a memory budget, with bitwise the same numbers.
@@ -56,7 +59,10 @@ def optimize(
     - ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one call's arguments, to plan for now. Without them the
       first training-mode call is planned for.
     - ``budget_gb`` in 10^9 bytes, or ``budget`` in bytes or as text (``"24GiB"``): the bound on the peak of the whole
-      training step. With neither: what the model's CUDA device has free for it; on the CPU no bound.
+      training step, on CUDA with what ops and libraries take inside. ``"auto"``, and with neither: what the model's CUDA
+      device has free for it, of this process's share, less a margin of 3 %; on the CPU no bound.
+    - ``plan_for``: a GPU by name (``"a100-80gb"``, :mod:`fxmem.devices`) to plan the example for, which need not be here;
+      ``report`` is then of that GPU, and the first training call plans for the device it is on.
 
     Under autocast the peak counts casts of weights until the region ends; if yours ends before the step does, the peak is
     an upper bound.
@@ -69,9 +75,12 @@ def optimize(
         raise InputError(f"{type(model).__name__} has an attribute 'fxmem', which an optimized module needs: rename it")
     settings = settings_of(options)
     holders = (settings.step.optimizer, settings.step.scaler, example_args, example_kwargs)
-    budget_bytes = parse_budget(budget_gb, budget, model, *holders)
+    gpu = None if plan_for is None else device_named(plan_for)
+    budget_bytes = parse_budget(budget_gb, budget, model, *holders, gpu=gpu)
     optimized = OptimizedModule(model, replace(settings, budget_bytes=budget_bytes))
-    if example_args is not None or example_kwargs is not None:
+    if gpu is not None:
+        optimized.fxmem.prepare_for(gpu, example_args, example_kwargs)
+    elif example_args is not None or example_kwargs is not None:
         optimized.fxmem.prepare(example_args, example_kwargs)
     return optimized
 
@@ -94,6 +103,18 @@ class Namespace:
         """
         inputs = example_of(self.original, example_args, example_kwargs)
         return self.compiled_for(inputs, region_of_step(self.original, self.settings.step)).report
+
+    def prepare_for(
+        self, gpu: DeviceModel, example_args: Any = None, example_kwargs: dict[str, Any] | None = None
+    ) -> Report:
+        """Plan for a call with these arguments on a GPU that need not be here; return the report.
+
+        Errors: those of :func:`fxmem.optimize`.
+        """
+        inputs = example_of(self.original, example_args, example_kwargs)
+        with standing_in(gpu):
+            self.plans.plan_elsewhere(inputs, region_of_step(self.original, self.settings.step, "cuda"))
+        return self.report
 
     def compiled_for(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for the signature of ``inputs``, compiling it on first sight."""

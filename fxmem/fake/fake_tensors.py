@@ -16,10 +16,11 @@ from torch.overrides import TorchFunctionMode
 from fxmem.errors import CaptureError, InputError
 from fxmem.fake.meta_fixups import MetaFixups
 from fxmem.fake.python_state import PythonState, modules_held
+from fxmem.fake.stand_in import stand_in
 from fxmem.op_facts.kinds import ReadsScalar
 from fxmem.op_facts.lookup import by_op
 from fxmem.torch_patches import fakes_for_each, grouped_matmuls, no_value_checks
-from fxmem.torch_private import FakeTensor, FakeTensorMode, tree_map_only
+from fxmem.torch_private import FakeTensor, FakeTensorMode, storage_key, tree_map_only
 
 
 class FakeWorld:
@@ -35,6 +36,8 @@ class FakeWorld:
         self._shared = given is not None
         """Whether another world's fakes of the same tensors, and casts of them, are known to the mode."""
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By storage of the CPU: a tensor on it, and all of it on the device that stands in."""
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the one fake of ``tensor``, without gradient, requiring grad as the original does."""
@@ -54,6 +57,8 @@ class FakeWorld:
     def _new_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_cuda:  # an op without a fake kernel would run on the device
             self.mode.allow_fallback_kernels = False
+        if stand_in() is not None and tensor.device.type == "cpu":
+            return self._on_cuda(tensor)
         if isinstance(tensor, FakeTensor):  # an alias, so that its gradient is its own
             return tensor.detach().requires_grad_(tensor.requires_grad)
         if not tensor.is_meta:
@@ -67,6 +72,21 @@ class FakeWorld:
                 device=self._device,
                 requires_grad=tensor.requires_grad,
             )
+
+    def _on_cuda(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake like ``tensor`` on CUDA; tensors of one storage stay so."""
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)
+        with self.mode, torch.no_grad():
+            if key not in self._storages:
+                whole = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cuda")
+                self._storages[key] = (tensor, whole)
+            given = self._storages[key][1].view(tensor.dtype) if storage.nbytes() % tensor.itemsize == 0 else None
+            if given is None:
+                given = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
+            else:
+                given = given.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            return given.detach().requires_grad_(tensor.requires_grad)
 
     def fake_all(self, tree: Any) -> Any:
         """Return ``tree`` with every tensor in it replaced by its fake."""

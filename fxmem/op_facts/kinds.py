@@ -46,6 +46,14 @@ class UpdatesOnly:
 
 
 @dataclass(frozen=True, slots=True)
+class InPlaceInBackward:
+    """A backward that no mode watches writes its result over its first argument, zeros that it has just made."""
+
+    nodes: tuple[str, ...]
+    """The autograd nodes that do."""
+
+
+@dataclass(frozen=True, slots=True)
 class NeverRecompute:
     """It may not run again."""
 

@@ -47,6 +47,18 @@ def has_rule(op: str) -> bool:
     return _base(op) in RULES
 
 
+CUBLAS = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
+    + ("_addmm_activation", "_scaled_mm", "_int_mm", "_grouped_mm")
+)
+"""Ops that run in cuBLAS or cuBLASLt."""
+
+
+def uses_cublas(op: str) -> bool:
+    """True if ``op`` takes cuBLAS's handle of its thread, which comes with a workspace."""
+    return _base(op) in CUBLAS
+
+
 def _base(op: str) -> str:
     return op.removeprefix("aten.").split(".")[0]
 

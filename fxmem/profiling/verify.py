@@ -5,8 +5,8 @@ In: a callable of fake leaves, the modules whose state it uses, loss and optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from fxmem.errors import VerificationError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.ir import Phase, Timeline, Verification
-from fxmem.profiling.caching_allocator import Allocation, AllocatorPeaks, allocator_peaks, cublas_workspace_bytes
+from fxmem.profiling.caching_allocator import Allocation, AllocatorPeaks, allocator_peaks
+from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
 from fxmem.profiling.storage_tracker import Listener, StorageTracker, tensors_of
 from fxmem.profiling.training_step import BARE, Gradients, TrainingStep, gradients_of, run_step
@@ -121,8 +122,10 @@ def _fake_step(
     """
     world = FakeWorld(inputs.leaves)
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
-    tracker = StorageTracker(listener)
     parameters = [world.fake(p) for p in captured.parameters]
+    memory = DeviceMemory.of(p.device for p in parameters)
+    events: list[Allocation] = []
+    tracker = StorageTracker(lambda *event: events.append(event), memory=memory)
     state = [world.fake(t) for t in (*subject.owner.parameters(), *subject.owner.buffers())]
     left: Gradients | None = None
 
@@ -146,11 +149,17 @@ def _fake_step(
         tracker.hold(tensors_of([scaler]))
         with world.state_of(subject.module), tracker, ScalarReads():
             run_step(lambda: subject.forward(leaves), step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
-    return tracker.peak_bytes, left
+    peak_bytes = tracker.peak_bytes
+    libraries_bytes = memory.workspaces(len(tracker.library_threads))
+    if listener is not None:
+        for number, nbytes in enumerate(libraries_bytes):  # as an earlier step has left them
+            listener("alloc", ~number, nbytes)
+        for event in events:
+            listener(*event)
+    return peak_bytes + sum(libraries_bytes), left
 
 
-def cuda_peaks(events: Iterable[Allocation]) -> AllocatorPeaks:
-    """Return what CUDA's caching allocator makes of a step's ``events``, cuBLAS's workspaces included: those of this
-    machine's device, or where there is none the largest any device has."""
-    nbytes = cublas_workspace_bytes(torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0))
-    return allocator_peaks(events, (nbytes, nbytes))
+def cuda_peaks(events: Sequence[Allocation]) -> AllocatorPeaks:
+    """Return what CUDA's caching allocator makes of a step's ``events``, those of libraries' workspaces first."""
+    workspace_bytes = sum(nbytes for kind, key, nbytes in events if kind == "alloc" and key < 0)
+    return replace(allocator_peaks(events), workspace_bytes=workspace_bytes)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fxmem.torch_patches.replacing import patch
+from fxmem.torch_patches.replacing import patch, replaced
 from fxmem.torch_private import FakeTensorMode, PythonDeviceGuard, device_types, register_device_guard
 
 _CLASSES = (b"N2at18CUDAHooksInterfaceE", b"N2at4cuda6detail9CUDAHooksE")
@@ -48,6 +48,20 @@ def cuda_for_fakes() -> Iterator[None]:
             _depth -= 1
             if _depth == 0:
                 _entries().exchange()
+
+
+@patch
+@contextmanager
+def autocast_on_cuda(*, has_bfloat16: bool) -> Iterator[None]:
+    """Let the body enter autocast regions of CUDA where there is no CUDA: torch would switch them off.
+
+    torch 2.11 to 2.15.
+    """
+    with (
+        replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        replaced(torch.cuda, "is_bf16_supported", lambda *_, **__: has_bfloat16),
+    ):
+        yield
 
 
 class _Guard(PythonDeviceGuard):
@@ -100,7 +114,7 @@ class _Entries:
             self.exchange()
 
     def _check_class(self) -> None:
-        """A table of virtual functions has its class's type before it, and a type its name: the C++ ABI of Linux and macOS."""
+        """A table of virtual functions has its class's type before it, and a type its name: so the C++ ABI of Linux."""
         type_info = ctypes.c_void_p.from_address((self._table.value or 0) - 8)
         name = ctypes.c_char_p.from_address((type_info.value or 0) + 8).value
         if name is None or name.lstrip(b"*") not in _CLASSES:
