@@ -101,7 +101,12 @@ def measured_step(case: Case, model: nn.Module, batch: Any, optimizer: Any, scal
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     train(case, model, batch, optimizer, scaler, 2)
-    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    stats = torch.cuda.memory_stats()
+    return {
+        "requested": stats["requested_bytes.all.peak"],
+        "allocated": stats["allocated_bytes.all.peak"],
+        "reserved": stats["reserved_bytes.all.peak"],
+    }
 
 
 def under_budgets(case: Case, reserved: bool) -> Iterator[dict[str, Any]]:

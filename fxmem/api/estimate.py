@@ -59,9 +59,8 @@ class Question:
     def on_fakes(self) -> Iterator[None]:
         """Stand in for parameters that have no bytes; real ones stay."""
         model = self.context.model
-        meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        fakes = self.world.state_of(model) if meta and self.gpu is None else nullcontext()
-        with as_in_training(), standing_in(self.gpu), fakes:
+        stand_ins = self.gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        with as_in_training(), standing_in(self.gpu), self.world.state_of(model) if stand_ins else nullcontext():
             yield
 
     def peak_at_batch(self, size: int, budget_bytes: int | None) -> int:
@@ -163,8 +162,8 @@ def estimate(
     settings = without_measuring(settings_of(options), model)
     inputs = example_of(model, example_args, example_kwargs)
     where, gpu = _place_of_step(device, model)
-    world = FakeWorld(inputs.leaves, where)
-    if gpu is None and any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
+    world = FakeWorld(inputs.leaves, where, moved=gpu is not None)
+    if gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
         inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
     context = CompileContext(model, inputs, settings, region_of_step(model, settings.step, where.type))
     question = Question(context, world, gpu)
@@ -178,6 +177,8 @@ def _place_of_step(
     """Return the device of the step, and the GPU that stands in for it if the model is not there."""
     own = device_of(model)
     name = "" if device is None else str(device).removeprefix("cuda").removeprefix(":")
+    if device is None and own.type == "cuda" and not torch.cuda.is_available():  # fakes
+        return own, device_named("h100")
     if device is None or not str(device).startswith("cuda"):
         return (own if own.type != "meta" else torch.device(device or "cpu")), None
     if name and not name.isdigit():

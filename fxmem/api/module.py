@@ -33,6 +33,7 @@ from fxmem.capture.graph import Inputs, device_of
 from fxmem.capture.guards import REGISTRIES
 from fxmem.devices import DeviceModel, device_named
 from fxmem.errors import InputError, NotPlannedError
+from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
 from fxmem.ir import Plan
 from fxmem.passes.context import Settings
@@ -112,8 +113,10 @@ class Namespace:
         Errors: those of :func:`fxmem.optimize`.
         """
         inputs = example_of(self.original, example_args, example_kwargs)
-        with standing_in(gpu):
-            self.plans.plan_elsewhere(inputs, region_of_step(self.original, self.settings.step, "cuda"))
+        world = FakeWorld(inputs.leaves, "cuda", moved=True)
+        moved = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+        with standing_in(gpu), world.state_of(self.original):
+            self.plans.plan_elsewhere(moved, region_of_step(self.original, self.settings.step, "cuda"))
         return self.report
 
     def compiled_for(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:

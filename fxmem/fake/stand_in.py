@@ -1,9 +1,9 @@
 """Fakes on a GPU that is not in this machine.
 
-While :func:`standing_in` runs its body, fakes of the CPU's tensors lie on CUDA, and what code asks of a CUDA device
-(:func:`cuda_model`) is answered for the GPU named. Kernels, dtypes and what is saved are then CUDA's: fakes dispatch by
-their device. Only attention chooses its kernel by asking the device, so its choice is made here
-(:mod:`fxmem.op_facts.attention`).
+While :func:`standing_in` runs its body, fakes may lie on CUDA, and what code asks of a CUDA device (:func:`cuda_model`) is
+answered for the GPU named. A :class:`fxmem.fake.fake_tensors.FakeWorld` moves a model's and a batch's fakes there.
+Kernels, dtypes and what is saved are then CUDA's: fakes dispatch by their device. Only attention chooses its kernel by
+asking the device, so its choice is made here (:mod:`fxmem.op_facts.attention`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxmem.devices import DeviceModel, device_like
 from fxmem.errors import InputError
@@ -41,6 +43,7 @@ def standing_in(device: DeviceModel | None) -> Iterator[None]:
                     "plan_for= out to count it as on the CPU"
                 ) from error
             stack.enter_context(autocast_on_cuda(has_bfloat16=device.capability >= (8, 0)))
+            stack.enter_context(_kernels_of_cuda())
         stack.enter_context(attention_of(device))
         token = _MODEL.set(device)
         try:
@@ -49,9 +52,41 @@ def standing_in(device: DeviceModel | None) -> Iterator[None]:
             _MODEL.reset(token)
 
 
+@contextmanager
+def _kernels_of_cuda() -> Iterator[None]:
+    """Say that CUDA has kernels of its own for ops that other builds of torch put together from others."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in _OWN_KERNELS:
+        library.impl(name, _never_runs, "CUDA")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _never_runs(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("fakes run no kernels")
+
+
+_OWN_KERNELS = ("silu_backward", "mish_backward", "_fused_rms_norm", "native_channel_shuffle")
+
+
 def stand_in() -> DeviceModel | None:
-    """Return the GPU that fakes lie on though it may not be here, if there is one."""
+    """Return the GPU that stands in for CUDA, if one does."""
     return _MODEL.get()
+
+
+_ORIGINALS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def stands_for(fake: torch.Tensor, original: torch.Tensor) -> None:
+    """Note that ``fake`` is ``original`` on another device, of which its values and its optimizer are asked."""
+    _ORIGINALS[fake] = original
+
+
+def original_of(tensor: Any) -> Any:
+    """Return what ``tensor`` stands for, or itself."""
+    return _ORIGINALS.get(tensor, tensor) if isinstance(tensor, torch.Tensor) else tensor
 
 
 def cuda_model(device: torch.device) -> DeviceModel:

@@ -36,17 +36,6 @@ RULES: dict[str, Rule] = {}
 """Op name without overload -> its rule. Forward and backward ops are ops alike: each is asked for by its own name."""
 
 
-def scratch_of(op: str, args: Arguments, device: DeviceModel) -> Scratch:
-    """Return what ``op`` ("aten.sum.dim_IntList") takes inside; nothing for an op without a rule."""
-    rule = RULES.get(_base(op))
-    return Scratch() if rule is None else rule(args, device)
-
-
-def has_rule(op: str) -> bool:
-    """True if something is known of what ``op`` takes inside."""
-    return _base(op) in RULES
-
-
 CUBLAS = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
     + ("_addmm_activation", "_scaled_mm", "_int_mm", "_grouped_mm")
@@ -59,6 +48,17 @@ def uses_cublas(op: str) -> bool:
     return _base(op) in CUBLAS
 
 
+def scratch_of(op: str, args: Arguments, device: DeviceModel) -> Scratch:
+    """Return what ``op`` ("aten.sum.dim_IntList") takes inside; nothing for an op without a rule."""
+    rule = RULES.get(_base(op))
+    return Scratch() if rule is None else rule(args, device)
+
+
+def has_rule(op: str) -> bool:
+    """True if something is known of what ``op`` takes inside."""
+    return _base(op) in RULES
+
+
 def _base(op: str) -> str:
     return op.removeprefix("aten.").split(".")[0]
 
@@ -69,6 +69,24 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
         return rule
 
     return add
+
+
+# -- matrix products ------------------------------------------------------------------------------------------------------
+
+
+@_rule(*CUBLAS)
+def matrix_product(args: Arguments, device: DeviceModel) -> Scratch:
+    """A copy of each matrix whose rows or columns do not lie one after the other, such as an expanded gradient. Exact.
+    Source: cuda/Blas.cpp, ``prepare_matrix_for_cublas``, ``prepare_batch_matrix_for_cublas``."""
+    matrices = [t for t in args.values() if isinstance(t, TensorRecord) and len(t.shape) in (2, 3)]
+    return Scratch(sum(t.nbytes for t in matrices if not _is_matrix(t)))
+
+
+def _is_matrix(x: TensorRecord) -> bool:
+    (rows, columns), (row_step, step) = x.shape[-2:], x.strides[-2:]
+    if 0 in x.shape or (rows == 1 and step == 1) or (columns == 1 and row_step == 1):
+        return True
+    return (step == 1 and row_step >= max(1, columns)) or (row_step == 1 and step >= max(1, rows))
 
 
 # -- reductions -----------------------------------------------------------------------------------------------------------

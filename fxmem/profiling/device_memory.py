@@ -56,12 +56,11 @@ class DeviceMemory:
         name = func.overloadpacket.__name__
         if self.model is None or not _is_on_cuda(args):
             return _NOTHING
-        if uses_cublas(name):
-            return Inside(uses_library=True)
         if not has_rule(name):
             return _NOTHING
         scratch = scratch_of(name, _by_name(func, args, kwargs), self.model)
-        return Inside(rounded(scratch.transient_bytes) if scratch.transient_bytes else 0, scratch.exact)
+        nbytes = rounded(scratch.transient_bytes) if scratch.transient_bytes else 0
+        return Inside(nbytes, scratch.exact, uses_cublas(name))
 
     def workspaces(self, num_threads: int) -> tuple[int, ...]:
         """Return the bytes of cuBLAS's workspaces, one for each thread."""
