@@ -40,6 +40,7 @@ __all__ = [
     "PythonDeviceGuard",
     "TorchDispatchMode",
     "TreeSpec",
+    "attention_order",
     "channels_last_strides",
     "contiguous_strides",
     "current_backward_node",
@@ -181,6 +182,13 @@ def in_dual_level() -> bool:
 def current_backward_node() -> object | None:
     """Return the autograd node that runs at present; None outside of a backward."""
     return cast(object, torch._C._current_autograd_node())
+
+
+def attention_order() -> list[str]:
+    """Return the names of ``SDPBackend`` in the order in which attention tries them."""
+    backends: Any = torch.nn.attention.SDPBackend
+    names = {int(backend): name for name, backend in backends.__members__.items()}
+    return [names[place] for place in torch._C._get_sdp_priority_order()]
 
 
 saved_tensor_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]

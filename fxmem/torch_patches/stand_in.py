@@ -6,13 +6,13 @@ import ctypes
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxmem.torch_patches.replacing import patch
+from fxmem.torch_patches.replacing import patch, replaced
 from fxmem.torch_private import FakeTensorMode, PythonDeviceGuard, device_types, register_device_guard
 
 _CLASSES = (b"N2at18CUDAHooksInterfaceE", b"N2at4cuda6detail9CUDAHooksE")
@@ -21,6 +21,7 @@ _NUM_SLOTS = 40
 """Of a table of virtual functions that are copied; the two in question are among the first."""
 _ANSWER = ctypes.CFUNCTYPE(ctypes.c_bool)
 _lock, _depth = threading.Lock(), 0
+_replaced = ExitStack()
 
 
 @patch
@@ -32,7 +33,8 @@ def cuda_for_fakes() -> Iterator[None]:
     an answer to two questions of autograd's engine: which stream the device has, asked of the table of device guards,
     and whether CUDA is the accelerator and in use, asked of the object that answers for CUDA. Both are C++ objects of
     torch's that Python has no way to set, so their entries are written by address, where they are what they should be
-    by name, and written back at the end. The streams given are all the same one, so nothing ever waits. Errors:
+    by name, and written back at the end. The streams given are all the same one, so nothing ever waits. And
+    ``torch.autocast("cuda")`` asks in Python whether there is a device, and one for bfloat16: there is. Errors:
     ``NotImplementedError`` where torch is built otherwise (Windows).
     torch 2.11 to 2.15.
     """
@@ -40,6 +42,8 @@ def cuda_for_fakes() -> Iterator[None]:
     with _lock:
         if _depth == 0:
             _entries().exchange()
+            _replaced.enter_context(replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+            _replaced.enter_context(replaced(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True))
         _depth += 1
     try:
         yield
@@ -47,6 +51,7 @@ def cuda_for_fakes() -> Iterator[None]:
         with _lock:
             _depth -= 1
             if _depth == 0:
+                _replaced.close()
                 _entries().exchange()
 
 
