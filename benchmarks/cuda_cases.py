@@ -353,7 +353,9 @@ _CASES = (
     Case("llama bf16, low-rank updates", lambda: _LowRank(_llama(BF16)()), _texts(2, 256)),
     Case(
         "t5 fp32",
-        _transformers("T5ForConditionalGeneration", "T5Config", num_layers=3, use_cache=False, decoder_start_token_id=0),
+        _transformers(
+            "T5ForConditionalGeneration", "T5Config", num_layers=3, use_cache=False, decoder_start_token_id=0
+        ),
         _texts(4, 128),
         in_suite_of_25=True,
     ),

@@ -41,6 +41,7 @@ __all__ = [
     "PythonDeviceGuard",
     "TorchDispatchMode",
     "TreeSpec",
+    "attention_order",
     "channels_last_strides",
     "contiguous_strides",
     "current_backward_node",
@@ -200,6 +201,14 @@ def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 ALONE_IN_DISPATCH = (4, 2)
 """What :func:`holders_of` is, in the uppermost dispatch mode, for an argument that only autograd's buffer holds."""
+
+
+def attention_order() -> list[str]:
+    """Return the names of ``SDPBackend`` in the order in which attention tries them."""
+    backends: Any = torch.nn.attention.SDPBackend
+    names = {int(backend): name for name, backend in backends.__members__.items()}
+    return [names[place] for place in torch._C._get_sdp_priority_order()]
+
 
 saved_tensor_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 """False inside ``torch.autograd.graph.disable_saved_tensors_hooks``; asked at each call of an optimized module."""

@@ -193,6 +193,21 @@ def embedded_bags(output: Any, args: Any) -> Any:
     return (output[0], bags, sizes, output[3])
 
 
+def cudnn_attention(output: tuple[Any, ...], args: Any) -> tuple[Any, ...]:
+    """Without a gradient there is no logsumexp."""
+    attended, logsumexp, *others = output
+    needs_logsumexp = args[4]
+    return attended, logsumexp if needs_logsumexp else None, *others
+
+
+def efficient_attention(output: tuple[Any, ...], args: Any) -> tuple[Any, ...]:
+    """The seed and the offset of a dropout are numbers of the CPU's."""
+    dropout = args[5] if len(args) > 5 else 0.0
+    if not dropout:
+        return output
+    return (*output[:2], *(torch.empty((), dtype=torch.int64, device="cpu") for _ in output[2:]))
+
+
 _CORRECTIONS: dict[str, Callable[[Any, Any], Any]] = {
     function.__name__: function
     for function in (
@@ -211,6 +226,8 @@ _CORRECTIONS: dict[str, Callable[[Any, Any], Any]] = {
         reduced_in_place,
         recurrent,
         embedded_bags,
+        cudnn_attention,
+        efficient_attention,
     )
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OpFact
 
+_ATTENTION = "test_fakes_dispatch_what_torch_did_forward_and_backward"
 _CORRECTED = "test_corrected_fakes_are_as_real_tensors"
 
 FACTS: tuple[OpFact, ...] = (
@@ -123,6 +124,20 @@ FACTS: tuple[OpFact, ...] = (
         why="offsets and sizes that the CPU's kernel saves may have room for one element more",
         test=_CORRECTED,
         device="cpu",
+    ),
+    OpFact(
+        ops=("aten._scaled_dot_product_cudnn_attention.default",),
+        value=FakeResult("cudnn_attention"),
+        why="without a gradient the kernel makes no logsumexp",
+        test=_ATTENTION,
+        device="cuda",
+    ),
+    OpFact(
+        ops=("aten._scaled_dot_product_efficient_attention.default",),
+        value=FakeResult("efficient_attention"),
+        why="the seed and the offset of a dropout are numbers of the CPU's",
+        test=_ATTENTION,
+        device="cuda",
     ),
     OpFact(
         ops=("aten.clone.default",),

@@ -33,8 +33,7 @@ def cuda_for_fakes() -> Iterator[None]:
     and whether CUDA is the accelerator and in use, asked of the object that answers for CUDA. Both are C++ objects of
     torch's that Python has no way to set, so their entries are written by address, where they are what they should be
     by name, and written back at the end. The streams given are all the same one, so nothing ever waits. Errors:
-    ``NotImplementedError`` where torch is built otherwise (Windows).
-    torch 2.11 to 2.15.
+    ``NotImplementedError`` where torch is built otherwise (Windows). torch 2.11 to 2.15.
     """
     global _depth
     with _lock:
