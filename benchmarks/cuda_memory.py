@@ -88,8 +88,8 @@ def measured(case: Case) -> dict[str, Any]:
 def on_cuda(case: Case) -> tuple[nn.Module, Any, Any]:
     """Return model, batch and scaler on the device, with nothing else there."""
     gc.collect()
-    torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
     model = case.build().cuda()
     args, kwargs = case.inputs()
     batch = tuple(a.cuda() for a in args), {name: t.cuda() for name, t in kwargs.items()}
@@ -97,10 +97,8 @@ def on_cuda(case: Case) -> tuple[nn.Module, Any, Any]:
 
 
 def measured_step(case: Case, model: nn.Module, batch: Any, optimizer: Any, scaler: Any) -> dict[str, Any]:
-    train(case, model, batch, optimizer, scaler, 2)
-    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    train(case, model, batch, optimizer, scaler, 2)
+    train(case, model, batch, optimizer, scaler, 4)
     stats = torch.cuda.memory_stats()
     return {
         "requested": stats["requested_bytes.all.peak"],
@@ -136,8 +134,8 @@ def _kept(
     case: Case, model: nn.Module, batch: Any, optimizer: Any, scaler: Any, budget: int, options: dict[str, Any]
 ) -> dict[str, Any]:
     gc.collect()
-    torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
     try:
         optimized = fxmem.optimize(model, *batch, budget=budget, **options)
     except fxmem.InfeasibleBudgetError as error:

@@ -32,10 +32,10 @@ from fxmem.planners.plan_transfer import Planned, carried_over, counterparts, of
 from fxmem.planners.policy import constrain, enforce
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import keep_all, simulate
-from fxmem.profiling.caching_allocator import Allocation, AllocatorPeaks
+from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
 from fxmem.profiling.profile import Profiled
-from fxmem.profiling.verify import cuda_peaks, eager_peak_bytes, verify
+from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
 from fxmem.report.peak import place_of
 from fxmem.report.text import Report, build_report
@@ -83,13 +83,13 @@ def compile_model(
         profiled = with_times(profiled, context)
         planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
         emitted = emit_within_budget(profiled, context, planned.points)
-    eager_bytes = eager_peak_bytes(context.model, captured, context.inputs, settings.step, seen=profiled.seen)
+    eager = eager_step(context.model, captured, context.inputs, settings.step, profiled.seen)
     report = build_report(
         profiled.profile,
         emitted.point,
         emitted.verification,
         budget_bytes=settings.budget_bytes,
-        eager_peak_bytes=eager_bytes,
+        eager_peak_bytes=eager.peak_bytes,
         least_bytes=floor_bytes(profiled, context, planned.points) if planned else UnplannedFloor.of(graph, context),
         peak_step=emitted.timeline.peak_step,
         bound_seconds=lower_bound(
@@ -264,17 +264,9 @@ def _emit(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> 
     check_plan(profiled.profile, point.plan)
     timeline = simulate(profiled.profile, point.plan)
     graph_module = run_passes(profiled.captured, (Emit(point.plan),), context).graph_module
-    events: list[Allocation] = []
-    verification = verify(
-        graph_module,
-        profiled.captured,
-        context.inputs,
-        timeline,
-        context.settings.step,
-        lambda *event: events.append(event),
-        profiled.seen,
-    )
-    cuda = cuda_peaks(events) if _is_on_cuda(profiled) else None
+    step = context.settings.step
+    verification, events = verify(graph_module, profiled.captured, context.inputs, timeline, step, profiled.seen)
+    cuda = events.peaks() if _is_on_cuda(profiled) else None
     bound_bytes = verification.verified_bytes
     if cuda is not None:
         reserved = context.settings.budget_of == "reserved"

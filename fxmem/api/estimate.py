@@ -37,8 +37,8 @@ from fxmem.passes.context import CompileContext
 from fxmem.pipeline import floor_bytes, frontier_of, least_peak_bytes, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
-from fxmem.profiling.caching_allocator import Allocation, AllocatorPeaks
-from fxmem.profiling.verify import cuda_peaks, eager_peak_bytes
+from fxmem.profiling.caching_allocator import AllocatorPeaks
+from fxmem.profiling.verify import eager_step
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.peak import Breakdown, Place, breakdown_of, place_of
 from fxmem.torch_patches import as_in_training
@@ -71,7 +71,7 @@ class Question:
             graph = fitting(self.dynamic_graph(), context.model, other.inputs)
             if budget_bytes is None:
                 seen = None if other.base is None else other.base.seen
-                return eager_peak_bytes(context.model, graph, other.inputs, context.settings.step, seen=seen)
+                return eager_step(context.model, graph, other.inputs, context.settings.step, seen).peak_bytes
             profile = profile_for_short_memory(graph, other).profile
         return least_peak_bytes(profile, context.settings, self.planned, budget_bytes)
 
@@ -193,25 +193,22 @@ def _estimate(question: Question, on_cuda: bool) -> Estimate:
     """Return the answer to ``question``, whose context becomes that of other sizes."""
     context = question.context
     model, inputs, settings = context.model, context.inputs, context.settings
-    events: list[Allocation] = []
     with question.on_fakes():
         captured = capture(model, inputs, context.autocast)
         profiled = context.profile_of(captured)
         short = profile_for_short_memory(captured, context)
-        peak_bytes = eager_peak_bytes(
-            model, captured, inputs, settings.step, lambda *event: events.append(event), profiled.seen
-        )
+        eager = eager_step(model, captured, inputs, settings.step, profiled.seen)
         points = frontier_of(short.profile, settings)
         least_bytes = floor_bytes(short, context, points)
     timeline = simulate(profiled.profile, keep_all(profiled.profile), with_steps=True)
     question.planned.append(Planned(short.profile, points))
     question.context = replace(context, base=profiled, _profiles={})
     return Estimate(
-        peak_bytes=peak_bytes,
+        peak_bytes=eager.peak_bytes,
         peak_at=place_of(profiled.profile, timeline.peak_step),
-        breakdown=breakdown_of(profiled.profile, timeline.peak_step, peak_bytes),
+        breakdown=breakdown_of(profiled.profile, timeline.peak_step, eager.peak_bytes),
         timeline=timeline,
         floor_bytes=least_bytes,
-        cuda=cuda_peaks(events) if on_cuda else None,
+        cuda=eager.events.peaks() if on_cuda else None,
         _question=question,
     )

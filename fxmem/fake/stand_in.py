@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxmem.devices import DeviceModel, device_like
 from fxmem.errors import InputError
 from fxmem.fake.attention import attention_of
-from fxmem.torch_patches import autocast_on_cuda, cuda_for_fakes
+from fxmem.torch_patches import cuda_asked, cuda_for_fakes
 
 _MODEL: ContextVar[DeviceModel | None] = ContextVar("fxmem_stand_in", default=None)
 
@@ -42,7 +42,7 @@ def standing_in(device: DeviceModel | None) -> Iterator[None]:
                     f"a step on {device.name} cannot be counted here without a CUDA device ({error}); leave device= and "
                     "plan_for= out to count it as on the CPU"
                 ) from error
-            stack.enter_context(autocast_on_cuda(has_bfloat16=device.capability >= (8, 0)))
+            stack.enter_context(cuda_asked(device.name, device.capability))
             stack.enter_context(_kernels_of_cuda())
         stack.enter_context(attention_of(device))
         token = _MODEL.set(device)

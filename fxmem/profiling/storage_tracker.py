@@ -31,7 +31,8 @@ class StorageTracker(TorchDispatchMode):
 
     Storages that exist before and were not announced by :meth:`hold` weigh nothing. ``live_bytes`` and ``peak_bytes``
     are in bytes. ``on_op`` is called after each dispatched op with ``(func, args, kwargs, output)``. ``memory``: what a
-    storage weighs and what ops take inside on the device of the step.
+    storage weighs and what ops take inside on the device of the step. ``on_library`` is called where a thread first uses a
+    library that keeps a workspace for it.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class StorageTracker(TorchDispatchMode):
         listener: Listener | None = None,
         on_op: Callable[[Any, Any, Any, Any], None] | None = None,
         memory: DeviceMemory = EVERYWHERE,
+        on_library: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._memory = memory
+        self._memory, self._on_library = memory, on_library
         self._unwatched = UnwatchedWrites()
         self._stack = ExitStack()
         self.library_threads: set[str] = set()
@@ -123,7 +125,10 @@ class StorageTracker(TorchDispatchMode):
         """Count what the kernel of an op takes while it runs, beside its inputs and results."""
         inside = self._memory.inside(func, args, kwargs)
         if inside.uses_library:
-            self.library_threads.add("caller" if current_backward_node() is None else "autograd")
+            thread = "caller" if current_backward_node() is None else "autograd"
+            if thread not in self.library_threads:
+                self.library_threads.add(thread)
+                self._on_library()
         if inside.nbytes:
             serial = self._new_serial()
             self._count("alloc", serial, inside.nbytes)

@@ -24,16 +24,16 @@ from fxmem.torch_patches.export import compiler_says_eager, nodes_shown_to, quie
 from fxmem.torch_patches.fakes import grouped_matmuls, no_value_checks
 from fxmem.torch_patches.optimizers import fakes_for_each, steady_scaler
 from fxmem.torch_patches.replacing import PATCHES
-from fxmem.torch_patches.stand_in import autocast_on_cuda, cuda_for_fakes
+from fxmem.torch_patches.stand_in import cuda_asked, cuda_for_fakes
 
 __all__ = [
     "PATCHES",
     "as_in_training",
-    "autocast_on_cuda",
     "backward_hooks_made_by",
     "batch_norms_by",
     "calls_told_to",
     "compiler_says_eager",
+    "cuda_asked",
     "cuda_for_fakes",
     "fakes_for_each",
     "forward_hooks_exchanged",

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,22 @@ def cuda_for_fakes() -> Iterator[None]:
 
 @patch
 @contextmanager
-def autocast_on_cuda(*, has_bfloat16: bool) -> Iterator[None]:
-    """Let the body enter autocast regions of CUDA where there is no CUDA: torch would switch them off.
+def cuda_asked(name: str, capability: tuple[int, int]) -> Iterator[None]:
+    """Answer in the body what models ask of a CUDA device where there is none, and let them enter its autocast regions.
 
-    torch 2.11 to 2.15.
+    torch would raise, and would switch autocast off. torch 2.11 to 2.15.
     """
-    with (
-        replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        replaced(torch.cuda, "is_bf16_supported", lambda *_, **__: has_bfloat16),
-    ):
+    answers = {
+        "is_bf16_supported": capability >= (8, 0),
+        "get_device_capability": capability,
+        "get_device_name": name,
+        "current_device": 0,
+        "device_count": 1,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+        for function, answer in answers.items():
+            stack.enter_context(replaced(torch.cuda, function, lambda *_, answer=answer, **__: answer))
         yield
 
 
