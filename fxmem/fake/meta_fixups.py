@@ -151,7 +151,11 @@ def recurrent(output: Any, args: Any) -> Any:
 
 
 def convolution_backward(output: Any, args: Any) -> Any:
-    """oneDNN makes the weight's gradient beside the bias's, wanted or not."""
+    """oneDNN makes the weight's gradient beside the bias's, wanted or not. cuDNN's have channels last if the input
+    or the weight does."""
+    if args[1].device.type == "cuda":
+        last = args[1].dim() in (4, 5) and any(map(_is_last, args[1:3]))
+        return (*(_laid_out(g, g, last=True) if last and g is not None else g for g in output[:2]), output[2])
     if output[1] is not None or output[2] is None:
         return output
     (_, given, weight, bias_sizes, *others), bias = args[:-1], output[2]

@@ -71,9 +71,9 @@ FACTS: tuple[OpFact, ...] = (
     OpFact(
         ops=("aten.convolution_backward.default",),
         value=FakeResult("convolution_backward"),
-        why="oneDNN makes the weight's gradient beside the bias's, wanted or not",
+        why="oneDNN makes the weight's gradient beside the bias's, wanted or not; cuDNN lays gradients out with channels "
+        "last if the input or the weight is so",
         test="test_transposed_convolutions_of_which_the_bias_learns",
-        device="cpu",
     ),
     OpFact(
         ops=(
@@ -100,14 +100,12 @@ FACTS: tuple[OpFact, ...] = (
         device="cpu",
     ),
     OpFact(
-        ops=("aten.binary_cross_entropy.default", "aten.soft_margin_loss.default"),
-        value=FakeResult("reduced_in_place"),
-        why="on the CPU the loss is reduced inside the buffer that held it for every element",
-        test=_CORRECTED,
-        device="cpu",
-    ),
-    OpFact(
-        ops=("aten.mse_loss.default", "aten.smooth_l1_loss.default"),
+        ops=(
+            "aten.binary_cross_entropy.default",
+            "aten.soft_margin_loss.default",
+            "aten.mse_loss.default",
+            "aten.smooth_l1_loss.default",
+        ),
         value=FakeResult("reduced_in_place"),
         why="the loss is reduced inside the buffer that held it for every element",
         test=_CORRECTED,

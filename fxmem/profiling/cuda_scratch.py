@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxmem.devices import DeviceModel
-from fxmem.profiling.cuda_reduction import ITEM_BYTES, TensorRecord, contiguous, reduction_bytes
+from fxmem.profiling.cuda_reduction import ITEM_BYTES, TensorRecord, contiguous, reduction_blocks
 
 Arguments = Mapping[str, Any]
 """By the names of the op's schema; tensors as :class:`TensorRecord`, everything else as plain Python values."""
@@ -23,12 +23,18 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """``transient_bytes``: most that lives beside inputs and outputs while the op runs. ``kept_bytes``: what an output's
-    storage holds beyond its elements for as long as the output lives. ``exact``: False for an upper bound."""
+    """``blocks``: bytes of each allocation that lives beside inputs and outputs while the op runs, where most do.
+    ``kept_bytes``: what an output's storage holds beyond its elements for as long as the output lives. ``exact``: False
+    for an upper bound."""
 
-    transient_bytes: int = 0
+    blocks: tuple[int, ...] = ()
     kept_bytes: int = 0
     exact: bool = True
+
+    @property
+    def transient_bytes(self) -> int:
+        """Most that lives beside inputs and outputs while the op runs."""
+        return sum(self.blocks)
 
 
 Rule = Callable[[Arguments, DeviceModel], Scratch]
@@ -79,7 +85,7 @@ def matrix_product(args: Arguments, device: DeviceModel) -> Scratch:
     """A copy of each matrix whose rows or columns do not lie one after the other, such as an expanded gradient. Exact.
     Source: cuda/Blas.cpp, ``prepare_matrix_for_cublas``, ``prepare_batch_matrix_for_cublas``."""
     matrices = [t for t in args.values() if isinstance(t, TensorRecord) and len(t.shape) in (2, 3)]
-    return Scratch(sum(t.nbytes for t in matrices if not _is_matrix(t)))
+    return _takes(sum(t.nbytes for t in matrices if not _is_matrix(t)))
 
 
 def _is_matrix(x: TensorRecord) -> bool:
@@ -87,6 +93,10 @@ def _is_matrix(x: TensorRecord) -> bool:
     if 0 in x.shape or (rows == 1 and step == 1) or (columns == 1 and row_step == 1):
         return True
     return (step == 1 and row_step >= max(1, columns)) or (row_step == 1 and step >= max(1, rows))
+
+
+def _takes(*blocks: int, kept_bytes: int = 0, exact: bool = True) -> Scratch:
+    return Scratch(tuple(nbytes for nbytes in blocks if nbytes), kept_bytes, exact)
 
 
 # -- reductions -----------------------------------------------------------------------------------------------------------
@@ -99,8 +109,8 @@ def sums(args: Arguments, device: DeviceModel) -> Scratch:
     x = args["self"]
     if x.dtype == "bool":
         copy = TensorRecord(x.shape, x.strides, "int64")
-        return Scratch(copy.nbytes + _reduced(copy, _dims(args), device, 8), exact=_offsets_fit(copy))
-    return Scratch(_reduced(x, _dims(args), device, max(4, ITEM_BYTES[x.dtype])), exact=_offsets_fit(x))
+        return _takes(copy.nbytes, *_reduced(copy, _dims(args), device, 8), exact=_offsets_fit(copy))
+    return _takes(*_reduced(x, _dims(args), device, max(4, ITEM_BYTES[x.dtype])), exact=_offsets_fit(x))
 
 
 @_rule("prod")
@@ -113,7 +123,7 @@ def products(args: Arguments, device: DeviceModel) -> Scratch:
 def extremes(args: Arguments, device: DeviceModel) -> Scratch:
     """Partial extremes in the input's own type. Exact. Source: cuda/ReduceMaxValuesKernel.cu."""
     x = args["self"]
-    return Scratch(_reduced(x, _dims(args), device, ITEM_BYTES[x.dtype]), exact=_offsets_fit(x))
+    return _takes(*_reduced(x, _dims(args), device, ITEM_BYTES[x.dtype]), exact=_offsets_fit(x))
 
 
 @_rule("var", "std", "var_mean", "std_mean")
@@ -121,7 +131,7 @@ def moments(args: Arguments, device: DeviceModel) -> Scratch:
     """Partial Welford states of 16 bytes, loaded two values at once. Exact. Source: cuda/ReduceMomentKernel.cu,
     ``WelfordData`` of SharedReduceOps.h."""
     x = args["self"]
-    return Scratch(_reduced(x, _dims(args), device, 16, vector=2), exact=_offsets_fit(x))
+    return _takes(*_reduced(x, _dims(args), device, 16, vector=2), exact=_offsets_fit(x))
 
 
 @_rule("max", "min", "argmax", "argmin")
@@ -130,7 +140,7 @@ def extremes_with_index(args: Arguments, device: DeviceModel) -> Scratch:
     cuda/ReduceMaxValuesKernel.cu, ReduceArgMaxKernel.cu."""
     x = args["self"]
     with_index = args.get("dim") is not None
-    return Scratch(_reduced(x, _dims(args), device, 16 if with_index else ITEM_BYTES[x.dtype]), exact=_offsets_fit(x))
+    return _takes(*_reduced(x, _dims(args), device, 16 if with_index else ITEM_BYTES[x.dtype]), exact=_offsets_fit(x))
 
 
 @_rule("logsumexp")
@@ -142,20 +152,20 @@ def logsumexp(args: Arguments, device: DeviceModel) -> Scratch:
     rows = x.numel
     for d in dims:
         rows //= max(1, x.shape[d])
-    return Scratch(x.nbytes + rows * ITEM_BYTES[x.dtype] + _reduced(x, dims, device, 4), exact=_offsets_fit(x))
+    return _takes(x.nbytes, rows * ITEM_BYTES[x.dtype], *_reduced(x, dims, device, 4), exact=_offsets_fit(x))
 
 
 @_rule("_softmax_backward_data")
 def softmax_backward(args: Arguments, device: DeviceModel) -> Scratch:
     """grad * output as a whole. Exact. Source: cuda/SoftMax.cu, ``softmax_backward_cuda_out``."""
-    return Scratch(args["grad_output"].nbytes)
+    return _takes(args["grad_output"].nbytes)
 
 
 # -- losses ---------------------------------------------------------------------------------------------------------------
 
 
-def _mean_of(x: TensorRecord, args: Arguments, device: DeviceModel) -> int:
-    return 0 if args.get("reduction", 1) == 0 else _reduced(contiguous((x.numel,), x.dtype), (), device, 4)
+def _mean_of(x: TensorRecord, args: Arguments, device: DeviceModel) -> tuple[int, ...]:
+    return () if args.get("reduction", 1) == 0 else _reduced(contiguous((x.numel,), x.dtype), (), device, 4)
 
 
 @_rule("mse_loss", "smooth_l1_loss")
@@ -165,14 +175,14 @@ def squared_losses(args: Arguments, device: DeviceModel) -> Scratch:
     x = args["self"]
     if args.get("reduction", 1) == 0:
         return Scratch()
-    return Scratch(x.nbytes + _mean_of(x, args, device), x.nbytes - ITEM_BYTES[x.dtype])
+    return _takes(x.nbytes, *_mean_of(x, args, device), kept_bytes=x.nbytes - ITEM_BYTES[x.dtype])
 
 
 @_rule("huber_loss")
 def huber_loss(args: Arguments, device: DeviceModel) -> Scratch:
     """The loss of every element, and the mean's partials. Exact. Source: Loss.cpp, ``huber_loss``."""
     x = args["self"]
-    return Scratch(0 if args.get("reduction", 1) == 0 else x.nbytes + _mean_of(x, args, device))
+    return Scratch() if args.get("reduction", 1) == 0 else _takes(x.nbytes, *_mean_of(x, args, device))
 
 
 @_rule("binary_cross_entropy", "soft_margin_loss")
@@ -183,7 +193,7 @@ def losses_that_keep(args: Arguments, device: DeviceModel) -> Scratch:
     if args.get("reduction", 1) == 0:
         return Scratch(exact=args.get("weight") is None)
     item = ITEM_BYTES[x.dtype]
-    return Scratch(_mean_of(x, args, device) + item, x.nbytes - item, exact=args.get("weight") is None)
+    return _takes(*_mean_of(x, args, device), item, kept_bytes=x.nbytes - item, exact=args.get("weight") is None)
 
 
 @_rule("binary_cross_entropy_with_logits")
@@ -192,15 +202,14 @@ def bce_with_logits(args: Arguments, device: DeviceModel) -> Scratch:
     ``binary_cross_entropy_with_logits``."""
     x = args["self"]
     weights = sum(args.get(name) is not None for name in ("weight", "pos_weight"))
-    return Scratch(
-        (2 + weights) * x.nbytes + _mean_of(x, args, device), exact=not weights and args.get("reduction", 1) != 0
-    )
+    exact = not weights and args.get("reduction", 1) != 0
+    return _takes(*(2 + weights) * (x.nbytes,), *_mean_of(x, args, device), exact=exact)
 
 
 @_rule("soft_margin_loss_backward")
 def soft_margin_backward(args: Arguments, device: DeviceModel) -> Scratch:
     """Two of the input's size. Exact. Source: Loss.cpp, ``soft_margin_loss_backward_out``."""
-    return Scratch(2 * args["self"].nbytes)
+    return _takes(2 * args["self"].nbytes)
 
 
 # -- norms and convolutions -----------------------------------------------------------------------------------------------
@@ -213,7 +222,7 @@ def group_norm(args: Arguments, device: DeviceModel) -> Scratch:
     channels, groups = args["N"] * args["C"], args["N"] * args["group"]
     affine = args.get("weight") is not None or args.get("bias") is not None
     halves = ITEM_BYTES[args["input"].dtype] < 4
-    return Scratch((8 * channels if affine else 0) + (8 * groups if halves else 0), exact=args["HxW"] > 1)
+    return _takes((8 * channels if affine else 0) + (8 * groups if halves else 0), exact=args["HxW"] > 1)
 
 
 @_rule("native_group_norm_backward")
@@ -221,7 +230,7 @@ def group_norm_backward(args: Arguments, device: DeviceModel) -> Scratch:
     """Per channel ds, db and a factor, per group two more, in fp32. Exact with weights. Source:
     cuda/group_norm_kernel.cu, ``GroupNormBackwardKernelImplInternal``."""
     channels, groups = args["N"] * args["C"], args["N"] * args["group"]
-    return Scratch(12 * channels + 8 * groups, exact=args["HxW"] > 1 and args.get("weight") is not None)
+    return _takes(12 * channels + 8 * groups, exact=args["HxW"] > 1 and args.get("weight") is not None)
 
 
 def is_channels_last(x: TensorRecord) -> bool:
@@ -237,14 +246,24 @@ def is_channels_last(x: TensorRecord) -> bool:
     return True
 
 
+@_rule("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
+def layer_norm(args: Arguments, device: DeviceModel) -> Scratch:
+    """A copy of the input, and of the gradient, where they are not contiguous. Exact. Source:
+    cuda/layer_norm_kernel.cu, ``layer_norm_cuda``."""
+    given = [args.get(name) for name in ("grad_out", "input")]
+    return _takes(*(t.nbytes for t in given if t is not None and t.strides != contiguous(t.shape, t.dtype).strides))
+
+
 @_rule("convolution")
 def convolution(args: Arguments, device: DeviceModel) -> Scratch:
-    """A copy of whichever of input and weight is not channels-last where the other is. Exact but for cuDNN's workspace.
-    Source: cudnn/ConvShared.cpp, ``cudnn_convolution_forward``."""
+    """A copy of whichever of input and weight is not channels-last where the other is, but for depthwise kernels. Exact
+    but for cuDNN's workspace. Source: cudnn/ConvShared.cpp, ``cudnn_convolution_forward``."""
     x, weight = args["input"], args["weight"]
+    if args["groups"] == x.shape[1] > 1:
+        return Scratch()
     mixed = is_channels_last(x) and weight.strides == contiguous(weight.shape, weight.dtype).strides
     mixed = mixed and not is_channels_last(weight) and any(size > 1 for size in weight.shape[2:])
-    return Scratch(weight.nbytes if mixed else 0)
+    return _takes(weight.nbytes if mixed else 0)
 
 
 @_rule("convolution_backward")
@@ -254,7 +273,7 @@ def convolution_backward(args: Arguments, device: DeviceModel) -> Scratch:
     grad = args["grad_output"]
     if not args["output_mask"][2]:
         return Scratch()
-    return Scratch(_reduced(grad, [d for d in range(len(grad.shape)) if d != 1], device, 4), exact=_offsets_fit(grad))
+    return _takes(*_reduced(grad, [d for d in range(len(grad.shape)) if d != 1], device, 4), exact=_offsets_fit(grad))
 
 
 # -- attention ------------------------------------------------------------------------------------------------------------
@@ -267,11 +286,11 @@ def flash_attention(args: Arguments, device: DeviceModel) -> Scratch:
     ``mha_fwd``, ``set_params_splitkv``."""
     batch, heads, rows, width = args["query"].shape
     if args.get("dropout_p"):
-        return Scratch(16)
+        return _takes(16)
     key_block = 256 if width <= 64 else 128 if width <= 128 else 64
     blocks = batch * heads * -(-rows // 64)
     splits = _key_splits(blocks, 2 * device.num_sms, -(-args["key"].shape[2] // key_block))
-    return Scratch(4 * splits * batch * heads * rows * (_flash_width(width) + 1) if splits > 1 else 0)
+    return _takes(4 * splits * batch * heads * rows * (_flash_width(width) + 1) if splits > 1 else 0)
 
 
 def _flash_width(width: int) -> int:
@@ -306,7 +325,7 @@ def flash_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
     grouped = key.shape[1] != heads
     if grouped:
         total += 2 * batch * heads * key.shape[2] * width * ITEM_BYTES[key.dtype]
-    return Scratch(total, exact=not grouped and width <= 128)
+    return _takes(total, exact=not grouped and width <= 128)
 
 
 @_rule("_scaled_dot_product_efficient_attention_backward")
@@ -321,7 +340,7 @@ def efficient_attention_backward(args: Arguments, device: DeviceModel) -> Scratc
     if width > 128:
         per_head += 2 * 4 * 128 * -(-width // 128) * 128
     extra = (4 if query.dtype == "float32" else 0) * rows + (32 * -(-rows // block) if width > 64 else 0)
-    return Scratch(batch * heads * (4 * rows + per_head + extra), exact=False)
+    return _takes(batch * heads * (4 * rows + per_head + extra), exact=False)
 
 
 @_rule("_scaled_dot_product_cudnn_attention_backward")
@@ -330,7 +349,7 @@ def cudnn_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
     ``run_cudnn_SDP_bprop``."""
     query = args["query"]
     batch, heads, rows, _ = query.shape
-    return Scratch(2 * query.nbytes + 4 * batch * heads * rows, exact=False)
+    return _takes(2 * query.nbytes + 4 * batch * heads * rows, exact=False)
 
 
 # -- indices, sorting, scans ----------------------------------------------------------------------------------------------
@@ -347,7 +366,7 @@ def embedding_backward(args: Arguments, device: DeviceModel) -> Scratch:
         return Scratch()
     partial = count // 10 + min(count, args["num_weights"])
     width = grad.shape[-1]
-    return Scratch(
+    return _takes(
         4 * partial * width + 40 * count + 8 * partial + 16, exact=width >= 64 and count <= args["num_weights"]
     )
 
@@ -359,7 +378,7 @@ def index_put(args: Arguments, device: DeviceModel) -> Scratch:
     if not args.get("accumulate"):
         return Scratch(exact=False)
     count = max((i.numel for i in args["indices"] if i is not None), default=0)
-    return Scratch(48 * count + count // 2 + 8192, exact=False)
+    return _takes(48 * count + count // 2 + 8192, exact=False)
 
 
 @_rule("sort")
@@ -369,11 +388,11 @@ def sort(args: Arguments, device: DeviceModel) -> Scratch:
     x = args["self"]
     length = x.shape[args.get("dim", -1)] if x.shape else 1
     if length <= 4096:
-        return Scratch(8 * length)
+        return _takes(8 * length)
     single = x.numel == length
     per_value = 2 * ITEM_BYTES[x.dtype] + (12 if single else 24)
     tiles = x.numel // 2 + 16384 + (5 << 20 if ITEM_BYTES[x.dtype] <= 2 else 0)
-    return Scratch(per_value * x.numel + tiles, exact=False)
+    return _takes(per_value * x.numel + tiles, exact=False)
 
 
 @_rule("topk")
@@ -382,7 +401,7 @@ def topk(args: Arguments, device: DeviceModel) -> Scratch:
     ``mbtopk``."""
     x = args["self"]
     rows = x.numel // max(1, x.shape[args.get("dim", -1)]) if x.shape else 1
-    return Scratch(1600 * rows + int(0.55 * x.numel) + 4096, exact=False)
+    return _takes(1600 * rows + int(0.55 * x.numel) + 4096, exact=False)
 
 
 @_rule("cumsum", "cumprod", "logcumsumexp")
@@ -392,7 +411,7 @@ def scans(args: Arguments, device: DeviceModel) -> Scratch:
     x = args["self"]
     if not x.shape or x.numel != x.shape[args["dim"]]:
         return Scratch()
-    return Scratch(int(0.0045 * x.numel) + 1280, exact=False)
+    return _takes(int(0.0045 * x.numel) + 1280, exact=False)
 
 
 def _dims(args: Arguments) -> Collection[int]:
@@ -400,8 +419,10 @@ def _dims(args: Arguments) -> Collection[int]:
     return (dim,) if isinstance(dim, int) else tuple(dim or ())
 
 
-def _reduced(x: TensorRecord, dims: Collection[int], device: DeviceModel, partial_bytes: int, vector: int = 4) -> int:
-    return reduction_bytes(x, dims, device, partial_bytes, vector)
+def _reduced(
+    x: TensorRecord, dims: Collection[int], device: DeviceModel, partial_bytes: int, vector: int = 4
+) -> tuple[int, ...]:
+    return reduction_blocks(x, dims, device, partial_bytes, vector)
 
 
 def _offsets_fit(x: TensorRecord) -> bool:

@@ -24,7 +24,8 @@ from fxmem.profiling.cuda_scratch import has_rule, scratch_of, uses_cublas
 class Inside:
     """What one call of an op takes beside its inputs and results while it runs."""
 
-    nbytes: int = 0
+    blocks: tuple[int, ...] = ()
+    """Bytes of each allocation."""
     exact: bool = True
     uses_library: bool = False
     """Whether it runs in cuBLAS, which keeps a workspace for each thread that ever used it."""
@@ -59,8 +60,7 @@ class DeviceMemory:
         if not has_rule(name):
             return _NOTHING
         scratch = scratch_of(name, _by_name(func, args, kwargs), self.model)
-        nbytes = rounded(scratch.transient_bytes) if scratch.transient_bytes else 0
-        return Inside(nbytes, scratch.exact, uses_cublas(name))
+        return Inside(tuple(map(rounded, scratch.blocks)), scratch.exact, uses_cublas(name))
 
     def workspaces(self, num_threads: int) -> tuple[int, ...]:
         """Return the bytes of cuBLAS's workspaces, one for each thread."""

@@ -129,10 +129,10 @@ class StorageTracker(TorchDispatchMode):
             if thread not in self.library_threads:
                 self.library_threads.add(thread)
                 self._on_library()
-        if inside.nbytes:
-            serial = self._new_serial()
-            self._count("alloc", serial, inside.nbytes)
-            self._count("free", serial, inside.nbytes)
+        serials = [(self._new_serial(), nbytes) for nbytes in inside.blocks]
+        for kind, each in (("alloc", serials), ("free", serials[::-1])):
+            for serial, nbytes in each:
+                self._count(kind, serial, nbytes)
 
     def _nbytes_of(self, tensor: torch.Tensor) -> int:
         return self._memory.weight(tensor.device.type, tensor.untyped_storage().nbytes())
