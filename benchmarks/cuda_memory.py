@@ -115,7 +115,7 @@ def under_budgets(case: Case, reserved: bool) -> Iterator[dict[str, Any]]:
         options: dict[str, Any] = {
             "step": step_of(case, optimizer, scaler),
             "cost": "h100",
-            "plan_seconds": 2.0,
+            "plan_seconds": 1.0,
             "budget_of": "reserved" if reserved else "allocated",
         }
         estimate = fxmem.estimate(model, *batch, **options)

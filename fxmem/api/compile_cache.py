@@ -144,7 +144,8 @@ class CompileCache:
 
     def _signature(self, inputs: Inputs, autocast: Autocast | None, *, with_sizes: bool = True) -> tuple[Any, ...]:
         """Return what a plan depends on; without ``with_sizes``, what a graph with symbolic dimensions does."""
-        dtypes = torch.get_default_dtype(), torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+        others = [kind for kind in ("cpu", "cuda") if autocast is None or autocast.device_type != kind]
+        dtypes = torch.get_default_dtype(), *((kind, torch.get_autocast_dtype(kind)) for kind in others)
         state = self._states.number(), self._states.among(inputs.tensors)
         return (arguments_of(inputs, with_sizes=with_sizes), autocast, dtypes, present(), *state)
 
