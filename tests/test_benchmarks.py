@@ -59,6 +59,10 @@ def test_a_lost_gradient_counts_as_wrong_and_equal_bits_as_zero() -> None:
     gradient = {"w": torch.ones(3)}
     assert largest_relative_error(gradient, {"w": torch.ones(3)}) == 0
     assert largest_relative_error(gradient, {}) == 1
+    zero = {"w": torch.zeros(3)}
+    assert largest_relative_error(zero, {"w": torch.zeros(3)}) == 0
+    assert largest_relative_error(zero, gradient) == 1
+    assert largest_relative_error({}, gradient) == 0
     assert largest_relative_error(gradient, {"w": 2 * torch.ones(3)}) == pytest.approx(1)
 
 
@@ -145,3 +149,12 @@ def test_committed_results_name_no_host_and_all_predictions_are_exact() -> None:
 def test_without_a_gpu_the_gpu_suite_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert cuda_suite.main([]) == 0
     assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_the_gpu_suite_takes_the_first_three_models_that_are_not_done(tmp_path: Path) -> None:
+    results = tmp_path / "compare_gpu.json"
+    assert cuda_suite.next_models(results) == cuda_suite.MODELS[:3]
+    save_rows(results, [Row(cuda_suite.MODELS[1], cuda_suite.LAST_WAY, "fxmem")])
+    assert cuda_suite.next_models(results) == (cuda_suite.MODELS[0], *cuda_suite.MODELS[2:4])
+    with pytest.raises(SystemExit):
+        cuda_suite.main(["--models", *cuda_suite.MODELS[:4]])
