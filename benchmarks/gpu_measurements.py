@@ -225,7 +225,8 @@ def attention_backward() -> Rows:
         )
         try:
             with sdpa_kernel(backend), OpScratch() as mode:
-                nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+                mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                mixed.backward(torch.ones_like(mixed, memory_format=torch.contiguous_format))
             yield row(label, *_two(_largest(mode.records, "attention_backward")))
         except Exception as error:
             yield row(label, real=f"{type(error).__name__}: {error}"[:120])

@@ -251,9 +251,9 @@ def peak_of(racer: Racer) -> Peak:
     holders = (racer.contender.module, racer.optimizer, racer.batch)
     device = next(racer.contender.module.parameters()).device
     if device.type == "cuda":
-        memory = DeviceMemory.of([device])
-        held_bytes = StorageTracker(memory=memory).hold(tensors_of(holders)) + sum(memory.workspaces(num_threads=2))
+        held_bytes = StorageTracker(memory=DeviceMemory.of([device])).hold(tensors_of(holders))
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # the step makes them again where it uses them
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_stats()

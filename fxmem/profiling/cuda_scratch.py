@@ -233,13 +233,23 @@ def group_norm_backward(args: Arguments, device: DeviceModel) -> Scratch:
     return _takes(12 * channels + 8 * groups, exact=args["HxW"] > 1 and args.get("weight") is not None)
 
 
-def is_channels_last(x: TensorRecord) -> bool:
-    """True if ``x`` is dense with channels fastest and would not be contiguous as well."""
-    if len(x.shape) not in (4, 5) or x.strides == contiguous(x.shape, x.dtype).strides:
+def _suggests_channels_last(x: TensorRecord) -> bool:
+    """True if channels vary fastest, with or without gaps. Source: c10/core/MemoryFormat.h, ``suggest_memory_format``."""
+    if len(x.shape) not in (4, 5) or 0 in x.shape or x.strides[1] == 0:
         return False
-    order = [1, *range(len(x.shape) - 1, 1, -1), 0]
+    least = 0
+    for d in (1, *range(len(x.shape) - 1, 1, -1), 0):
+        if x.strides[d] < least or (d == 0 and least == x.strides[1]):
+            return False
+        least = x.strides[d] * max(1, x.shape[d])
+    return True
+
+
+def _is_dense(x: TensorRecord, channels_last: bool) -> bool:
+    """True if ``x`` is contiguous in the format."""
+    order = [1, *range(2, len(x.shape))] if not channels_last else [*range(2, len(x.shape)), 1]
     step = 1
-    for d in order:
+    for d in reversed([0, *order]):
         if x.shape[d] != 1 and x.strides[d] != step:
             return False
         step *= x.shape[d]
@@ -254,26 +264,54 @@ def layer_norm(args: Arguments, device: DeviceModel) -> Scratch:
     return _takes(*(t.nbytes for t in given if t is not None and t.strides != contiguous(t.shape, t.dtype).strides))
 
 
+def _copied(x: TensorRecord, channels_last: bool) -> int:
+    return 0 if _is_dense(x, channels_last) else x.nbytes
+
+
+def _in_channels_last(x: TensorRecord, weight: TensorRecord) -> bool:
+    """Whether a convolution runs with channels last. Source: native/ConvUtils.h, ``cudnn_conv_suggest_memory_format``."""
+    return _suggests_channels_last(x) or _suggests_channels_last(weight)
+
+
+def _is_depthwise(args: Arguments) -> bool:
+    return bool(args["groups"] == args["input"].shape[1] > 1)
+
+
 @_rule("convolution")
 def convolution(args: Arguments, device: DeviceModel) -> Scratch:
-    """A copy of whichever of input and weight is not channels-last where the other is, but for depthwise kernels. Exact
-    but for cuDNN's workspace. Source: cudnn/ConvShared.cpp, ``cudnn_convolution_forward``."""
+    """A copy of input and weight where they are not dense in the format: channels last if either is, gaps or not. Depthwise
+    kernels go by the input, and copy it if it has gaps. Exact but for cuDNN's workspace. Source: cudnn/ConvShared.cpp,
+    ``cudnn_convolution_forward``; cuda/DepthwiseConv2d.cu."""
     x, weight = args["input"], args["weight"]
-    if args["groups"] == x.shape[1] > 1:
-        return Scratch()
-    mixed = is_channels_last(x) and weight.strides == contiguous(weight.shape, weight.dtype).strides
-    mixed = mixed and not is_channels_last(weight) and any(size > 1 for size in weight.shape[2:])
-    return _takes(weight.nbytes if mixed else 0)
+    if _is_depthwise(args):
+        return _takes(_copied(x, _suggests_channels_last(x)))
+    last = _in_channels_last(x, weight)
+    return _takes(_copied(x, last), _copied(weight, last))
 
 
 @_rule("convolution_backward")
 def convolution_backward(args: Arguments, device: DeviceModel) -> Scratch:
-    """The partial sums of the bias's gradient. Exact but for cuDNN's workspace. Source: Convolution.cpp,
-    ``convolution_backward``."""
-    grad = args["grad_output"]
-    if not args["output_mask"][2]:
-        return Scratch()
-    return _takes(*_reduced(grad, [d for d in range(len(grad.shape)) if d != 1], device, 4), exact=_offsets_fit(grad))
+    """Copies of the gradient, such as one of a part of a concatenation, and for the weight's gradient of the input, where
+    they are not dense in the format; later, when the other gradients are there, the partial sums of the bias's. A depthwise
+    kernel makes the weight's gradient before the input's. Exact but for cuDNN's workspace, and where the weight is channels
+    last and the input is not, or a depthwise input has gaps. Source: Convolution.cpp, ``convolution_backward``;
+    cudnn/ConvShared.cpp; cuda/DepthwiseConv2d.cu."""
+    grad, x, mask = args["grad_output"], args["input"], args["output_mask"]
+    depthwise = _is_depthwise(args)
+    last = _suggests_channels_last(x) if depthwise else _in_channels_last(x, args["weight"])
+    exact = last == _suggests_channels_last(x) and not (depthwise and _copied(x, last))
+    copies = [_copied(grad, last)]
+    if mask[1] and not (depthwise and mask[0]):
+        copies.append(_copied(x, last))
+    if not mask[2]:
+        return _takes(*copies, exact=exact)
+    partial = _reduced(grad, [d for d in range(len(grad.shape)) if d != 1], device, 4)
+    bias_bytes = grad.shape[1] * ITEM_BYTES[grad.dtype]
+    if sum(copies) - bias_bytes <= sum(partial):
+        return _takes(*partial, exact=exact and _offsets_fit(grad))
+    largest = max(copies)
+    copies.remove(largest)
+    return _takes(largest - bias_bytes, *copies, exact=exact)
 
 
 # -- attention ------------------------------------------------------------------------------------------------------------
