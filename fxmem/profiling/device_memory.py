@@ -15,9 +15,11 @@ import torch
 
 from fxmem.devices import DeviceModel
 from fxmem.fake.stand_in import cuda_model
+from fxmem.profiling import cuda_scratch_attention  # noqa: F401  (its rules)
 from fxmem.profiling.caching_allocator import cublas_workspace_bytes, rounded
 from fxmem.profiling.cuda_reduction import TensorRecord
 from fxmem.profiling.cuda_scratch import has_rule, scratch_of, uses_cublas
+from fxmem.torch_private import schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def _is_on_cuda(args: Any) -> bool:
 
 def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call by the names of the op's schema, tensors as plain data."""
-    declared = func._schema.arguments
+    declared = schema_of(func).arguments
     given = {a.name: a.default_value for a in declared if a.has_default_value()}
     given |= {a.name: value for a, value in zip(declared, args, strict=False)} | dict(kwargs)
     return {name: _plain(value) for name, value in given.items()}

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 
 from fxmem.devices import DEVICES
-from fxmem.profiling.cuda_reduction import TensorRecord, contiguous, reduction_bytes
-from fxmem.profiling.cuda_scratch import RULES, Scratch, scratch_of
+from fxmem.profiling.cuda_reduction import TensorRecord, contiguous, reduction_blocks
+from fxmem.profiling.cuda_scratch import CUBLAS, RULES, Scratch, scratch_of
 
 RECORDED = {device: f"cuda_scratch_{device}_torch2.14.1.json" for device in ("h100-80gb", "a100-80gb")}
 SMALL_BOUND_BYTES = 6 << 20
 """An upper bound may lie this far above what was measured, or half as much again."""
+
+
+def reduced_bytes(*args: Any) -> int:
+    return sum(reduction_blocks(*args))
 
 
 @cache
@@ -52,7 +56,13 @@ def test_every_op_that_took_scratch_has_a_rule(device: str) -> None:
     took = {r["op"].split(".")[1] for r in recorded(device)["ops"] if r["scratch"] or r["kept"] > 0}
     assert took <= RULES.keys()
     assert len(recorded(device)["take_nothing"]) > 60
-    assert not {op.split(".")[1] for op in recorded(device)["take_nothing"]} & RULES.keys()
+    nothing = {op.split(".")[1] for op in recorded(device)["take_nothing"]} & RULES.keys()
+    assert nothing - CUBLAS <= {
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+    }
 
 
 def test_most_figures_are_exact_and_the_large_families_rest_on_ten_shapes() -> None:
@@ -87,16 +97,16 @@ def test_fakes_with_the_rules_are_never_below_the_device(device: str) -> None:
 
 def test_the_bias_gradient_of_a_linear_takes_a_third_of_its_budget_more() -> None:
     rows = contiguous((16384, 512), "float32")
-    assert reduction_bytes(rows, (0,), DEVICES["h100-80gb"], 4) == 67_108_880
-    assert reduction_bytes(rows, (1,), DEVICES["h100-80gb"], 4) == 0  # along rows no two blocks share an output
-    assert reduction_bytes(contiguous((2048, 513), "float32"), (0,), DEVICES["h100-80gb"], 4) == 0
+    assert reduced_bytes(rows, (0,), DEVICES["h100-80gb"], 4) == 67_108_880
+    assert reduced_bytes(rows, (1,), DEVICES["h100-80gb"], 4) == 0  # along rows no two blocks share an output
+    assert reduced_bytes(contiguous((2048, 513), "float32"), (0,), DEVICES["h100-80gb"], 4) == 0
 
 
 def test_scratch_grows_with_the_number_of_sms_and_falls_with_smaller_ones() -> None:
     rows = contiguous((16384, 2048), "float32")
-    by_name = {name: reduction_bytes(rows, (0,), DEVICES[name], 4) for name in ("h100-80gb", "a100-80gb", "t4")}
+    by_name = {name: reduced_bytes(rows, (0,), DEVICES[name], 4) for name in ("h100-80gb", "a100-80gb", "t4")}
     assert by_name["h100-80gb"] > by_name["a100-80gb"] > by_name["t4"] > 0
 
 
 def test_an_op_without_a_rule_takes_nothing() -> None:
-    assert scratch_of("aten.relu.default", {}, DEVICES["h200"]) == Scratch(0, 0, True)
+    assert scratch_of("aten.relu.default", {}, DEVICES["h200"]) == Scratch()
