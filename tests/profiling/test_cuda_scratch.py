@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,27 @@ def test_scratch_grows_with_the_number_of_sms_and_falls_with_smaller_ones() -> N
 
 def test_an_op_without_a_rule_takes_nothing() -> None:
     assert scratch_of("aten.relu.default", {}, DEVICES["h200"]) == Scratch()
+
+
+IMAGES = contiguous((4, 32, 64, 64), "float32")
+KERNEL = contiguous((64, 32, 3, 3), "float32")
+GRADIENT = contiguous((4, 64, 64, 64), "float32")
+PART = TensorRecord((4, 64, 64, 64), (2 * 64**3, 64**2, 64, 1), "float32")
+"""The gradient of one part of a concatenation: with gaps."""
+LAST = TensorRecord((4, 64, 64, 64), (64**3, 1, 64**2, 64), "float32")
+
+
+@pytest.mark.parametrize(
+    ("grad", "x", "mask", "taken"),
+    [
+        (GRADIENT, IMAGES, (True, True, True), 0),
+        (PART, IMAGES, (True, True, True), GRADIENT.nbytes - 256),  # copied before the bias's gradient is made
+        (LAST, IMAGES, (True, True, True), GRADIENT.nbytes - 256),
+        (PART, IMAGES, (True, True, False), GRADIENT.nbytes),
+        (GRADIENT, replace(IMAGES, strides=(2 * 32 * 64**2, 64**2, 64, 1)), (True, True, False), IMAGES.nbytes),
+        (PART, replace(IMAGES, strides=(2 * 32 * 64**2, 64**2, 64, 1)), (True, False, False), GRADIENT.nbytes),
+    ],
+)
+def test_a_convolution_copies_gradients_and_inputs_with_gaps(grad: Any, x: Any, mask: Any, taken: int) -> None:
+    args = {"grad_output": grad, "input": x, "weight": KERNEL, "output_mask": mask, "groups": 1}
+    assert scratch_of("aten.convolution_backward.default", args, DEVICES["h100-80gb"]).transient_bytes == taken
