@@ -42,7 +42,7 @@ class Measurement:
 
 
 PLAN = (
-    Measurement(1, "tests", 40),
+    Measurement(1, "tests", 60),
     Measurement(2, "floor_of_mlp", 30),
     Measurement(3, "sums", 20),
     Measurement(4, "ops", 50),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxmem.devices import DeviceModel
+from fxmem.devices import DEVICES, DeviceModel
 from fxmem.fake.stand_in import cuda_model
 
 Row = dict[str, Any]
@@ -26,6 +26,13 @@ def row(what: str, predicted: Any = None, stub: Any = None, real: Any = None, no
 def the_device() -> DeviceModel:
     """Return the model of this machine's GPU."""
     return cuda_model(torch.device("cuda"))
+
+
+def known_name() -> str:
+    """Return the name under which :mod:`fxmem.devices` knows this machine's GPU, or the one most like it."""
+    here = the_device()
+    peers = [d for d in DEVICES.values() if d.capability == here.capability] or list(DEVICES.values())
+    return min(peers, key=lambda d: (abs(d.num_sms - here.num_sms), abs(d.memory_bytes - here.memory_bytes))).name
 
 
 def stat(kind: str, when: str) -> int:
