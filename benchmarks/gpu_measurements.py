@@ -137,12 +137,12 @@ def ops() -> Rows:
 # -- whole steps -----------------------------------------------------------------------------------------------------------
 
 
-def _predict(name: str, device: str) -> tuple[str, dict[str, Any]]:
+def _predict(name: str, device: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
-        return name, predicted(CASES[name], device)
+        return predicted(CASES[name], device)
     except Exception as error:
-        return name, {"error": f"{type(error).__name__}: {error}"[:120]}
+        return {"error": f"{type(error).__name__}: {error}"[:120]}
 
 
 @_measurement
@@ -150,7 +150,7 @@ def eager_peaks() -> Rows:
     """Allocated peaks of 25 and more eager steps: first what the device says, meanwhile the predictions on other cores."""
     names = [name for name, case in CASES.items() if case.in_suite_of_25]
     with multiprocessing.get_context("spawn").Pool(max(1, min(8, (os.cpu_count() or 2) // 2))) as pool:
-        pending = [pool.apply_async(_predict, (name, known_name())) for name in names]
+        pending = {name: pool.apply_async(_predict, (name, known_name())) for name in names}
         real: dict[str, Any] = {}
         for name in names:
             try:
@@ -158,9 +158,14 @@ def eager_peaks() -> Rows:
             except Exception as error:
                 real[name] = f"{type(error).__name__}: {error}"[:120]
             yield row(name, real=real[name])
-        for result in pending:
-            name, said = result.get()
-            yield row(name, said.get("allocated"), None, real[name], note=said.get("error", ""))
+            for ready in [other for other in real if other in pending and pending[other].ready()]:
+                yield _beside(ready, pending.pop(ready).get(), real[ready])
+        for name, result in pending.items():
+            yield _beside(name, result.get(), real[name])
+
+
+def _beside(name: str, said: dict[str, Any], real: Any) -> Row:
+    return row(name, said.get("allocated"), None, real, note=said.get("error", ""))
 
 
 @_measurement

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fxmem.devices import DeviceModel
-from fxmem.profiling.cuda_reduction import ITEM_BYTES, contiguous
+from fxmem.profiling.cuda_reduction import ITEM_BYTES, TensorRecord, contiguous
 from fxmem.profiling.cuda_scratch import Arguments, Scratch, rule, takes
 
 
@@ -48,21 +48,25 @@ def flash_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
     query, key = args["query"], args["key"]
     batch, heads, rows, width = query.shape
     total = 4 * batch * heads * -(-rows // 128) * 128 * (_flash_width(width) + 1)
-    for name in ("grad_out", "out"):
-        t = args[name]
-        shape, strides = (tuple(v[i] for i in (0, 2, 1, 3)) for v in (t.shape, t.strides))
-        total += 0 if strides == contiguous(shape, t.dtype).strides else t.nbytes
+    total += _copied_by_rows(args["grad_out"]) + _copied_by_rows(args["out"])
     grouped = key.shape[1] != heads
     if grouped:
         total += 2 * batch * heads * key.shape[2] * width * ITEM_BYTES[key.dtype]
     return takes(total, exact=not grouped and width <= 128)
 
 
+def _copied_by_rows(t: TensorRecord) -> int:
+    """Bytes of a copy of ``t`` if it is not contiguous as batch, row, head."""
+    shape, strides = (tuple(v[i] for i in (0, 2, 1, 3)) for v in (t.shape, t.strides))
+    return 0 if strides == contiguous(shape, t.dtype).strides else t.nbytes
+
+
 @rule("_scaled_dot_product_efficient_attention_backward")
 def efficient_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
     """Row sums and an accumulator of dq by blocks of queries, in fp32, each block with a lock of 16 bytes; wide heads
-    accumulate dk and dv as well. Upper bound: blocks of fp32 kernels differ by a few bytes a row. Source:
-    transformers/cuda/mem_eff_attention/kernel_backward.h, ``workspace_elements_gq``, ``_gk``, ``_gv``."""
+    accumulate dk and dv as well; a copy of the gradient if it is not contiguous as batch, row, head. Upper bound: blocks of
+    fp32 kernels differ by a few bytes a row. Source: transformers/cuda/mem_eff_attention/kernel_backward.h,
+    ``workspace_elements_gq``, ``_gk``, ``_gv``; transformers/cuda/attention_backward.cu."""
     query = args["query"]
     batch, heads, rows, width = query.shape
     block = 64 if width <= 64 else 128
@@ -70,7 +74,8 @@ def efficient_attention_backward(args: Arguments, device: DeviceModel) -> Scratc
     if width > 128:
         per_head += 2 * 4 * 128 * -(-width // 128) * 128
     extra = (4 if query.dtype == "float32" else 0) * rows + (32 * -(-rows // block) if width > 64 else 0)
-    return takes(batch * heads * (4 * rows + per_head + extra), exact=False)
+    copied = _copied_by_rows(args["grad_out_"])
+    return takes(batch * heads * (4 * rows + per_head + extra), copied, exact=False)
 
 
 @rule("_scaled_dot_product_cudnn_attention_backward")
