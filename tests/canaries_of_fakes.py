@@ -100,3 +100,25 @@ def steady_scaler(on: bool) -> object:
         result = outcome(lambda: given.step(Watched(optimizer)))
     tensors = [value for value in vars(given).values() if isinstance(value, torch.Tensor)]
     return all(isinstance(t, FakeTensor) for t in tensors), result if result == "raises" else bool(stepped)
+
+
+@canary(patched="given", plain="raises")
+def kernels_on_cuda(on: bool) -> object:
+    """Which kernel a fake on CUDA runs for an op that is put together from others."""
+
+    def given(x: torch.Tensor, groups: int) -> torch.Tensor:
+        raise KeyError("given")
+
+    def run() -> object:
+        with (
+            patches.cuda_for_fakes(),
+            patches.kernels_on_cuda({"channel_shuffle": given}, with_autograd=True) if on else nullcontext(),
+            FakeTensorMode(),
+        ):
+            try:
+                torch.ops.aten.channel_shuffle(torch.ones(1, 4, 2, 2, device="cuda"), 2)
+            except KeyError as error:
+                return error.args[0]
+            raise LookupError
+
+    return outcome(run)

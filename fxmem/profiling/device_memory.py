@@ -28,7 +28,6 @@ class Inside:
 
     blocks: tuple[int, ...] = ()
     """Bytes of each allocation."""
-    exact: bool = True
     uses_library: bool = False
     """Whether it runs in cuBLAS, which keeps a workspace for each thread that ever used it."""
 
@@ -57,12 +56,10 @@ class DeviceMemory:
     def inside(self, func: Any, args: Any, kwargs: Any) -> Inside:
         """Return what a dispatched op takes inside."""
         name = func.overloadpacket.__name__
-        if self.model is None or not _is_on_cuda(args):
-            return _NOTHING
-        if not has_rule(name):
+        if self.model is None or not has_rule(name) or not _is_on_cuda(args):
             return _NOTHING
         scratch = scratch_of(name, _by_name(func, args, kwargs), self.model)
-        return Inside(tuple(map(rounded, scratch.blocks)), scratch.exact, uses_cublas(name))
+        return Inside(tuple(map(rounded, scratch.blocks)), uses_cublas(name))
 
     def workspaces(self, num_threads: int) -> tuple[int, ...]:
         """Return the bytes of cuBLAS's workspaces, one for each thread."""
