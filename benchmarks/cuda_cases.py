@@ -34,7 +34,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model and how it is trained. ``scaled``: with a GradScaler."""
+    """One model and how it is trained. ``scaled``: with a GradScaler. ``in_first_run``: a first run on a GPU has it."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -42,7 +42,7 @@ class Case:
     autocast: torch.dtype | None = None
     channels_last: bool = False
     scaled: bool = False
-    in_suite_of_25: bool = False
+    in_first_run: bool = False
 
     def build(self) -> nn.Module:
         """Return the model in training mode, on the default device."""
@@ -167,43 +167,43 @@ def _sequences(*, masked: bool) -> Callable[[], Batch]:
 HALF, BF16 = torch.float16, torch.bfloat16
 
 _CASES = (
-    Case("resnet50 fp32", _vision("resnet50"), _images(32), in_suite_of_25=True),
-    Case("resnet50 fp16 autocast", _vision("resnet50"), _images(32), HALF, scaled=True, in_suite_of_25=True),
-    Case("resnet50 bf16 autocast", _vision("resnet50"), _images(32), BF16, in_suite_of_25=True),
-    Case("resnet50 channels last, fp16 autocast", _vision("resnet50"), _images(32), HALF, True, in_suite_of_25=True),
-    Case("resnet50 bf16 weights", _vision("resnet50", BF16), _images(32, dtype=BF16), in_suite_of_25=True),
+    Case("resnet50 fp32", _vision("resnet50"), _images(32), in_first_run=True),
+    Case("resnet50 fp16 autocast", _vision("resnet50"), _images(32), HALF, scaled=True, in_first_run=True),
+    Case("resnet50 bf16 autocast", _vision("resnet50"), _images(32), BF16, in_first_run=True),
+    Case("resnet50 channels last, fp16 autocast", _vision("resnet50"), _images(32), HALF, True, in_first_run=True),
+    Case("resnet50 bf16 weights", _vision("resnet50", BF16), _images(32, dtype=BF16), in_first_run=True),
     Case("resnet18 channels last", _vision("resnet18"), _images(16), channels_last=True),
-    Case("mobilenet_v2 fp32", _vision("mobilenet_v2"), _images(32), in_suite_of_25=True),
+    Case("mobilenet_v2 fp32", _vision("mobilenet_v2"), _images(32), in_first_run=True),
     Case("mobilenet_v3 fp16 autocast", _vision("mobilenet_v3_small"), _images(32), HALF, scaled=True),
-    Case("vgg16 fp32", _vision("vgg16"), _images(16), in_suite_of_25=True),
+    Case("vgg16 fp32", _vision("vgg16"), _images(16), in_first_run=True),
     Case("densenet121 fp32", _vision("densenet121"), _images(8)),
     Case("efficientnet_b0 bf16 autocast", _vision("efficientnet_b0"), _images(16), BF16),
     Case("regnet_y_400mf fp32", _vision("regnet_y_400mf"), _images(16)),
-    Case("convnext_tiny fp16 autocast", _vision("convnext_tiny"), _images(16), HALF, in_suite_of_25=True),
-    Case("unet fp32", ConvUNet, _images(4, 256), in_suite_of_25=True),
-    Case("unet GroupNorm, fp16 autocast", lambda: ConvUNet(groups=8), _images(4, 256), HALF, in_suite_of_25=True),
+    Case("convnext_tiny fp16 autocast", _vision("convnext_tiny"), _images(16), HALF, in_first_run=True),
+    Case("unet fp32", ConvUNet, _images(4, 256), in_first_run=True),
+    Case("unet GroupNorm, fp16 autocast", lambda: ConvUNet(groups=8), _images(4, 256), HALF, in_first_run=True),
     Case("unet channels last, bf16 autocast", ConvUNet, _images(4, 256), BF16, channels_last=True),
-    Case("convolutions with GroupNorm", GroupNormed, _images(8, 128), in_suite_of_25=True),
-    Case("vit_b_16 fp32", _vision("vit_b_16"), _images(16), in_suite_of_25=True),
-    Case("vit_b_16 bf16 autocast", _vision("vit_b_16"), _images(16), BF16, in_suite_of_25=True),
-    Case("swin_t fp16 autocast", _vision("swin_t"), _images(16), HALF, in_suite_of_25=True),
+    Case("convolutions with GroupNorm", GroupNormed, _images(8, 128), in_first_run=True),
+    Case("vit_b_16 fp32", _vision("vit_b_16"), _images(16), in_first_run=True),
+    Case("vit_b_16 bf16 autocast", _vision("vit_b_16"), _images(16), BF16, in_first_run=True),
+    Case("swin_t fp16 autocast", _vision("swin_t"), _images(16), HALF, in_first_run=True),
     Case("swin_t fp32", _vision("swin_t"), _images(4)),
-    Case("mlp fp32", lambda: Mlp(1024, 8, 0.1), _rows(512, 1024), in_suite_of_25=True),
+    Case("mlp fp32", lambda: Mlp(1024, 8, 0.1), _rows(512, 1024), in_first_run=True),
     Case("mlp bf16 autocast", lambda: Mlp(512, 4, 0.1, norm=False), _rows(8192, 512), BF16),
-    Case("gpt2 fp32", _gpt2(), _texts(4, 512), in_suite_of_25=True),
-    Case("gpt2 bf16 autocast", _gpt2(), _texts(4, 512), BF16, in_suite_of_25=True),
-    Case("gpt2 bf16 autocast, no dropout", _gpt2(**_NO_DROPOUT), _texts(4, 512), BF16, in_suite_of_25=True),
-    Case("gpt2 fp32, no dropout", _gpt2(**_NO_DROPOUT), _texts(4, 512), in_suite_of_25=True),
-    Case("causal fp32", Causal, _tokens, in_suite_of_25=True),
-    Case("causal bf16 autocast", Causal, _tokens, BF16, in_suite_of_25=True),
-    Case("causal bf16 autocast, no dropout", lambda: Causal(dropout=0.0), _tokens, BF16, in_suite_of_25=True),
+    Case("gpt2 fp32", _gpt2(), _texts(4, 512), in_first_run=True),
+    Case("gpt2 bf16 autocast", _gpt2(), _texts(4, 512), BF16, in_first_run=True),
+    Case("gpt2 bf16 autocast, no dropout", _gpt2(**_NO_DROPOUT), _texts(4, 512), BF16, in_first_run=True),
+    Case("gpt2 fp32, no dropout", _gpt2(**_NO_DROPOUT), _texts(4, 512), in_first_run=True),
+    Case("causal fp32", Causal, _tokens, in_first_run=True),
+    Case("causal bf16 autocast", Causal, _tokens, BF16, in_first_run=True),
+    Case("causal bf16 autocast, no dropout", lambda: Causal(dropout=0.0), _tokens, BF16, in_first_run=True),
     Case("causal fp16 autocast, heads of 80", lambda: Causal(width=640, dropout=0.0), _tokens, HALF, scaled=True),
-    Case("bert fp32", _bert(), _texts(8, 256, mask=False), in_suite_of_25=True),
-    Case("bert fp32, padded", _bert(), _texts(8, 256), in_suite_of_25=True),
-    Case("bert fp16 autocast", _bert(), _texts(8, 256, mask=False), HALF, scaled=True, in_suite_of_25=True),
-    Case("llama bf16", _llama(BF16), _texts(2, 1024), in_suite_of_25=True),
-    Case("llama fp32", _llama(), _texts(2, 512), in_suite_of_25=True),
-    Case("llama bf16, eager attention", _llama(BF16, attention="eager"), _texts(2, 512), in_suite_of_25=True),
+    Case("bert fp32", _bert(), _texts(8, 256, mask=False), in_first_run=True),
+    Case("bert fp32, padded", _bert(), _texts(8, 256), in_first_run=True),
+    Case("bert fp16 autocast", _bert(), _texts(8, 256, mask=False), HALF, scaled=True, in_first_run=True),
+    Case("llama bf16", _llama(BF16), _texts(2, 1024), in_first_run=True),
+    Case("llama fp32", _llama(), _texts(2, 512), in_first_run=True),
+    Case("llama bf16, eager attention", _llama(BF16, attention="eager"), _texts(2, 512), in_first_run=True),
     Case("llama bf16, one key head", _llama(BF16, kv=1), _texts(2, 256)),
     Case("llama bf16, low-rank updates", lambda: LowRank(_llama(BF16)()), _texts(2, 256)),
     Case(
@@ -212,15 +212,15 @@ _CASES = (
             "T5ForConditionalGeneration", "T5Config", num_layers=3, use_cache=False, decoder_start_token_id=0
         ),
         _texts(4, 128),
-        in_suite_of_25=True,
+        in_first_run=True,
     ),
-    Case("mixtral bf16", _mixtral(), _texts(2, 256), in_suite_of_25=True),
+    Case("mixtral bf16", _mixtral(), _texts(2, 256), in_first_run=True),
     Case("torch encoder fp32", Encoder, _sequences(masked=False)),
     Case("torch encoder bf16 autocast, padded", Encoder, _sequences(masked=True), BF16),
-    Case("words fp32", Words, lambda: ((_ids(8, 512), _ids(8, 512)), {}), in_suite_of_25=True),
-    Case("words bf16 autocast", Words, lambda: ((_ids(8, 512), _ids(8, 512)), {}), BF16, in_suite_of_25=True),
-    Case("indexed rows", Indexed, lambda: ((torch.zeros(4096, 512), torch.arange(4096)), {}), in_suite_of_25=True),
-    Case("sorted rows", Ordered, _rows(4096, 512), in_suite_of_25=True),
+    Case("words fp32", Words, lambda: ((_ids(8, 512), _ids(8, 512)), {}), in_first_run=True),
+    Case("words bf16 autocast", Words, lambda: ((_ids(8, 512), _ids(8, 512)), {}), BF16, in_first_run=True),
+    Case("indexed rows", Indexed, lambda: ((torch.zeros(4096, 512), torch.arange(4096)), {}), in_first_run=True),
+    Case("sorted rows", Ordered, _rows(4096, 512), in_first_run=True),
     Case("generator against discriminator", Gan, lambda: ((torch.zeros(32, 128, 4, 4),), {})),
     Case("autoencoder, squared error", lambda: Losses(F.mse_loss), _rows(16384, 512)),
     Case("autoencoder, binary cross-entropy", lambda: Losses(F.binary_cross_entropy, True), _rows(16384, 512)),

@@ -147,8 +147,8 @@ def _predict(name: str, device: str) -> dict[str, Any]:
 
 @_measurement
 def eager_peaks() -> Rows:
-    """Allocated peaks of 25 and more eager steps: first what the device says, meanwhile the predictions on other cores."""
-    names = [name for name, case in CASES.items() if case.in_suite_of_25]
+    """Allocated peaks of eager steps: first what the device says, meanwhile the predictions on other cores."""
+    names = [name for name, case in CASES.items() if case.in_first_run]
     with multiprocessing.get_context("spawn").Pool(max(1, min(8, (os.cpu_count() or 2) // 2))) as pool:
         pending = {name: pool.apply_async(_predict, (name, known_name())) for name in names}
         real: dict[str, Any] = {}

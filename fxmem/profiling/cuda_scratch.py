@@ -42,9 +42,9 @@ RULES: dict[str, Rule] = {}
 """Op name without overload -> its rule. Forward and backward ops are ops alike: each is asked for by its own name."""
 
 
-CUBLAS = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
-    + ("_addmm_activation", "_scaled_mm", "_int_mm", "_grouped_mm")
+CUBLAS = (
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
+    *("_addmm_activation", "_scaled_mm", "_int_mm", "_grouped_mm"),
 )
 """Ops that run in cuBLAS or cuBLASLt."""
 

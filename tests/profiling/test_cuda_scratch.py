@@ -11,7 +11,7 @@ import pytest
 
 from fxmem.devices import DEVICES
 from fxmem.profiling.cuda_reduction import TensorRecord, contiguous, reduction_blocks
-from fxmem.profiling.cuda_scratch import CUBLAS, RULES, Scratch, scratch_of
+from fxmem.profiling.cuda_scratch import RULES, Scratch, scratch_of
 
 RECORDED = {device: f"cuda_scratch_{device}_torch2.14.1.json" for device in ("h100-80gb", "a100-80gb")}
 SMALL_BOUND_BYTES = 6 << 20
@@ -39,10 +39,19 @@ def predicted(record: dict[str, Any], device: str) -> Scratch:
     return scratch_of(record["op"], args, DEVICES[device])
 
 
+NOT_RECORDED = frozenset(
+    ("_addmm_activation", "_scaled_mm", "_int_mm", "_grouped_mm", "addbmm", "addmv", "vdot", "_index_put_impl_")
+    + ("_embedding_bag_dense_backward", "index_put_")
+)
+"""Ops that no case calls by this name; their rules are those of others."""
+
+
 @pytest.mark.parametrize("device", RECORDED)
-@pytest.mark.parametrize("op", RULES)
+@pytest.mark.parametrize("op", sorted(RULES.keys() - NOT_RECORDED))
 def test_a_rule_gives_what_was_recorded_or_says_that_it_is_a_bound(op: str, device: str) -> None:
-    records = [r for r in recorded(device)["ops"] if r["op"].split(".")[1] == op]
+    by_device = {each: [r for r in recorded(each)["ops"] if r["op"].split(".")[1] == op] for each in RECORDED}
+    assert any(by_device.values())  # an A100 never chooses cuDNN's attention
+    records = by_device[device]
     for record in records:
         found, seen = predicted(record, device), (record["scratch"], max(0, record["kept"]))
         if found.exact:
@@ -57,13 +66,7 @@ def test_every_op_that_took_scratch_has_a_rule(device: str) -> None:
     took = {r["op"].split(".")[1] for r in recorded(device)["ops"] if r["scratch"] or r["kept"] > 0}
     assert took <= RULES.keys()
     assert len(recorded(device)["take_nothing"]) > 60
-    nothing = {op.split(".")[1] for op in recorded(device)["take_nothing"]} & RULES.keys()
-    assert nothing - CUBLAS <= {
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "_fused_rms_norm",
-        "_fused_rms_norm_backward",
-    }
+    assert not {op.split(".")[1] for op in recorded(device)["take_nothing"]} & RULES.keys()
 
 
 def test_most_figures_are_exact_and_the_large_families_rest_on_ten_shapes() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 import fxmem
@@ -24,6 +25,8 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda x: x.max(0)[0],
     "take": lambda x: x.take(ROWS),
     "cummax": lambda x: x.cummax(0)[0],
+    "logits": lambda x: functional.binary_cross_entropy_with_logits(x, x.detach().sigmoid(), reduction="none"),
+    "weighed logits": lambda x: functional.binary_cross_entropy_with_logits(x, x.detach(), pos_weight=x.detach()),
     "three uses": lambda x: (x * 2) + (x * 3) + x.relu(),
     "chunks": lambda x: sum((chunk.relu() for chunk in x.chunk(4)), torch.zeros(())),
     "halves": lambda x: x[::2].relu() + x[1::2],
