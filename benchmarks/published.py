@@ -44,7 +44,7 @@ from fxmem.planners.bound import lower_bound
 from fxmem.planners.pareto import cheapest_within
 from fxmem.profiling.roofline import PRESETS
 from fxmem.profiling.training_step import TrainingStep
-from fxmem.profiling.verify import eager_peak_bytes
+from fxmem.profiling.verify import eager_step
 
 GB = 10**9
 GIB_IN_GB = 2**30 / 10**9
@@ -117,7 +117,7 @@ def planned(network: Network, batch: int) -> Planned:
     )
     captured = capture(model, inputs)
     profiled = profile_for_short_memory(captured, CompileContext(model, inputs, settings))
-    eager_bytes = eager_peak_bytes(model, captured, inputs, settings.step, seen=profiled.seen)
+    eager_bytes = eager_step(model, captured, inputs, settings.step, profiled.seen).peak_bytes
     points = frontier_of(profiled.profile, settings)
     return Planned(profiled.profile, points, eager_bytes, time.perf_counter() - start)
 

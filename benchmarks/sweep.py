@@ -25,7 +25,7 @@ from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import emit_within_budget, frontier_of, profile_for_short_memory
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import TrainingStep, run_step
-from fxmem.profiling.verify import eager_peak_bytes
+from fxmem.profiling.verify import eager_step
 from fxmem.runtime.autocast import Autocast
 from tests import zoo
 
@@ -94,7 +94,7 @@ def _run_budgets(
     context = CompileContext(model, inputs, settings, region)
     profiled = profile_for_short_memory(captured, context)
     points = frontier_of(profiled.profile, settings)
-    eager_bytes = eager_peak_bytes(model, captured, inputs, step)
+    eager_bytes = eager_step(model, captured, inputs, step).peak_bytes
     floor_bytes = points[-1].peak_bytes
     real = OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)
     args, kwargs = inputs.call()

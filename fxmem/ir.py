@@ -183,11 +183,13 @@ class StaticBytes(PlainData):
     gradients_bytes: int = 0
     """What earlier micro-batches have left, where the step accumulates gradients."""
     optimizer_state_bytes: int = 0
+    library_bytes: int = 0
+    """On CUDA, the workspaces of cuBLAS."""
 
     @property
     def total_bytes(self) -> int:
         fixed_bytes = self.parameters_bytes + self.buffers_bytes + self.inputs_bytes
-        return fixed_bytes + self.gradients_bytes + self.optimizer_state_bytes
+        return fixed_bytes + self.gradients_bytes + self.optimizer_state_bytes + self.library_bytes
 
 
 @dataclass(frozen=True, slots=True)

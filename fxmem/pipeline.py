@@ -32,10 +32,10 @@ from fxmem.planners.plan_transfer import Planned, carried_over, counterparts, of
 from fxmem.planners.policy import constrain, enforce
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import keep_all, simulate
-from fxmem.profiling.caching_allocator import Allocation
+from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
 from fxmem.profiling.profile import Profiled
-from fxmem.profiling.verify import cuda_peaks, eager_peak_bytes, verify
+from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
 from fxmem.report.peak import place_of
 from fxmem.report.text import Report, build_report
@@ -83,15 +83,16 @@ def compile_model(
         profiled = with_times(profiled, context)
         planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
         emitted = emit_within_budget(profiled, context, planned.points)
-    eager_bytes = eager_peak_bytes(context.model, captured, context.inputs, settings.step, seen=profiled.seen)
-    on_cuda = any(device.type == "cuda" for device in profiled.devices)
+    eager = eager_step(context.model, captured, context.inputs, settings.step, profiled.seen)
     report = build_report(
         profiled.profile,
         emitted.point,
         emitted.verification,
         budget_bytes=settings.budget_bytes,
-        eager_peak_bytes=eager_bytes,
-        least_bytes=UnplannedFloor.of(graph, context) if planned is None else planned.points[-1].peak_bytes,
+        eager_peak_bytes=eager.peak_bytes,
+        least_bytes=floor_bytes(profiled, context, planned.points, emitted)
+        if planned
+        else UnplannedFloor.of(graph, context),
         peak_step=emitted.timeline.peak_step,
         bound_seconds=lower_bound(
             profiled.profile, settings.budget_bytes or emitted.point.peak_bytes, emitted.point.recompute_seconds
@@ -99,7 +100,7 @@ def compile_model(
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings, profiled.captured),
         inplace=graph.inplace,
-        cuda=cuda_peaks(emitted.events) if on_cuda else None,
+        cuda=emitted.cuda,
     )
     return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned)
 
@@ -134,16 +135,33 @@ def frontier_of(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoin
     return pareto(enforce(constrained, pareto((_keep_all(profile), *points)), recomputed))
 
 
-def least_peak_bytes(profile: GraphProfile, settings: Settings, planned: list[Planned], budget_bytes: int) -> int:
-    """Return the least peak of a plan, or that of any plan of an earlier size that is within the budget.
+def least_of(points: Sequence[FrontierPoint]) -> FrontierPoint:
+    """Return the point of the least peak."""
+    return min(points, key=lambda point: point.peak_bytes)
 
-    ``planned``: sizes of the same graph, to which this one is added if it had to be planned for.
-    """
+
+def floor_bytes(
+    profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint], emitted: Emitted | None = None
+) -> int:
+    """Return the least budget that can be kept by one of ``points``; ``emitted``: one of them, if it is there already."""
+    least = least_of(points)
+    if not _is_on_cuda(profiled):
+        return least.peak_bytes
+    if emitted is None or emitted.point is not least:
+        emitted = _emit(profiled, context, least)
+    return emitted.bound_bytes
+
+
+def least_bytes_within(profiled: Profiled, context: CompileContext, planned: list[Planned], budget_bytes: int) -> int:
+    """Return the least budget that a plan of an earlier size can keep, if that is within ``budget_bytes``; else that of any
+    plan. ``planned``: sizes of the same graph, to which this one is added if it had to be planned for."""
+    profile, settings = profiled.profile, context.settings
     points = carried_over(profile, of_same_graph(profile, planned)[:1], settings.policy)
-    if cheapest_within(points, budget_bytes) is None:
-        points = frontier_of(profile, settings)
-        planned.append(Planned(profile, points))
-    return min(point.peak_bytes for point in points)
+    if points and (least_bytes := floor_bytes(profiled, context, points)) <= budget_bytes:
+        return least_bytes
+    points = frontier_of(profile, settings)
+    planned.append(Planned(profile, points))
+    return floor_bytes(profiled, context, points)
 
 
 def _keep_all(profile: GraphProfile) -> FrontierPoint:
@@ -179,7 +197,8 @@ class UnplannedFloor:
                     stack.enter_context(region.enter())
                 graph = run_passes(self.graph, PASSES_FOR_SHORT_MEMORY, self.context)
                 profiled = with_times(self.context.profile_of(graph), self.context)
-                self._known = frontier_of(profiled.profile, self.context.settings)[-1].peak_bytes
+                points = frontier_of(profiled.profile, self.context.settings)
+                self._known = floor_bytes(profiled, self.context, points)
         return self._known
 
 
@@ -194,8 +213,10 @@ class Emitted:
     timeline: Timeline
     graph_module: fx.GraphModule
     verification: Verification
-    events: tuple[Allocation, ...]
-    """Every allocation and free of the step."""
+    cuda: AllocatorPeaks | None
+    """On CUDA: what the caching allocator makes of the step."""
+    bound_bytes: int
+    """What a budget bounds (:func:`bound_bytes`)."""
 
 
 def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | None:
@@ -207,7 +228,7 @@ def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | N
     if point.peak_bytes > most_bytes:
         return None
     emitted = _emit(profiled, context, point)
-    return emitted if emitted.verification.verified_bytes <= most_bytes else None
+    return emitted if emitted.bound_bytes <= most_bytes else None
 
 
 def emit_taken_over(
@@ -227,22 +248,24 @@ def emit_taken_over(
 def emit_within_budget(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted:
     """Emit the cheapest point whose *verified* peak is within the budget. Errors: ``InfeasibleBudgetError``."""
     emitted = _emit_cheapest(profiled, context, points)
-    if emitted is None:
-        assert context.settings.budget_bytes is not None
-        raise _infeasible(profiled.profile, points, context.settings.budget_bytes)
+    if emitted is None:  # what comes on top of a planned peak differs from point to point: the least may fit still
+        emitted = _emit(profiled, context, least_of(points))
+        budget_bytes = context.settings.budget_bytes
+        assert budget_bytes is not None
+        if emitted.bound_bytes > budget_bytes:
+            raise _infeasible(profiled.profile, emitted, budget_bytes)
     return emitted
 
 
 def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
-    """Where a verified peak exceeds the budget though the planned one did not, plan again that much lower."""
+    """Where what the budget bounds exceeds it though the planned peak did not, take a point that much lower."""
     budget_bytes = context.settings.budget_bytes
     limit_bytes = points[0].peak_bytes if budget_bytes is None else budget_bytes
     while (point := cheapest_within(points, limit_bytes)) is not None:
         emitted = _emit(profiled, context, point)
-        verified_bytes = emitted.verification.verified_bytes
-        if budget_bytes is None or verified_bytes <= budget_bytes:
+        if budget_bytes is None or emitted.bound_bytes <= budget_bytes:
             return emitted
-        limit_bytes = min(point.peak_bytes - 1, budget_bytes - (verified_bytes - point.peak_bytes))
+        limit_bytes = min(point.peak_bytes - 1, budget_bytes - (emitted.bound_bytes - point.peak_bytes))
     return None
 
 
@@ -251,25 +274,29 @@ def _emit(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> 
     check_plan(profiled.profile, point.plan)
     timeline = simulate(profiled.profile, point.plan)
     graph_module = run_passes(profiled.captured, (Emit(point.plan),), context).graph_module
-    events: list[Allocation] = []
-    verification = verify(
-        graph_module,
-        profiled.captured,
-        context.inputs,
-        timeline,
-        context.settings.step,
-        lambda *event: events.append(event),
-        profiled.seen,
-    )
-    return Emitted(point, timeline, graph_module, verification, tuple(events))
+    step = context.settings.step
+    verification, events = verify(graph_module, profiled.captured, context.inputs, timeline, step, profiled.seen)
+    cuda = events.peaks() if _is_on_cuda(profiled) else None
+    bound = bound_bytes(verification.verified_bytes, cuda, context.settings)
+    return Emitted(point, timeline, graph_module, verification, cuda, bound)
+
+
+def bound_bytes(peak_bytes: int, cuda: AllocatorPeaks | None, settings: Settings) -> int:
+    """Return what a budget bounds of a step: its peak; on CUDA allocated or reserved bytes, as is asked for."""
+    if cuda is None:
+        return peak_bytes
+    return cuda.reserved_bytes if settings.budget_of == "reserved" else cuda.allocated_bytes
+
+
+def _is_on_cuda(profiled: Profiled) -> bool:
+    return any(device.type == "cuda" for device in profiled.devices)
 
 
 # -- what the user is told --------------------------------------------------------------------------------------------
 
 
-def _infeasible(profile: GraphProfile, points: Sequence[FrontierPoint], budget_bytes: int) -> InfeasibleBudgetError:
-    least = min(points, key=lambda point: point.peak_bytes)
-    timeline = simulate(profile, least.plan)
+def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int) -> InfeasibleBudgetError:
+    timeline = least.timeline
     tick, static = profile.ticks[timeline.peak_step], profile.static
     rest_bytes = max(0, tick.start_bytes - static.total_bytes)
     breakdown = (
@@ -279,9 +306,11 @@ def _infeasible(profile: GraphProfile, points: Sequence[FrontierPoint], budget_b
         ("optimizer state", static.optimizer_state_bytes),
         ("gradients of earlier micro-batches", static.gradients_bytes),
         ("gradients and loss", rest_bytes),
-        ("activations and working set", least.peak_bytes - static.total_bytes - rest_bytes),
+        ("activations and working set", timeline.peak_bytes - static.total_bytes - rest_bytes),
+        ("workspaces of cuBLAS", static.library_bytes),
+        ("unused parts of CUDA's blocks", least.bound_bytes - timeline.peak_bytes),
     )
-    return InfeasibleBudgetError(budget_bytes, least.peak_bytes, breakdown, str(place_of(profile, timeline.peak_step)))
+    return InfeasibleBudgetError(budget_bytes, least.bound_bytes, breakdown, str(place_of(profile, timeline.peak_step)))
 
 
 def _notes(settings: Settings, captured: CaptureGraph) -> tuple[str, ...]:

@@ -12,6 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch._C import DisableTorchFunction, DispatchKey
+from torch._C._acc import DeviceGuard as PythonDeviceGuard
+from torch._C._acc import register_python_privateuseone_device_guard as register_device_guard
+from torch._C._autograd import DeviceType as device_types
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -25,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import GetAttrKey, TreeSpec, register_pytree_node, tree_flatten, tree_leaves
 
 __all__ = [
+    "ALONE_IN_DISPATCH",
     "OF_FAKES",
     "DisableTorchFunction",
     "DynamicOutputShapeException",
@@ -34,21 +38,27 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "PythonDeviceGuard",
     "TorchDispatchMode",
     "TreeSpec",
+    "attention_order",
     "channels_last_strides",
     "contiguous_strides",
     "current_backward_node",
+    "device_types",
     "has_kernel",
+    "holders_of",
     "in_dual_level",
     "in_transform",
     "is_channels_last",
     "is_composite",
     "is_traceable_wrapper",
     "is_view",
+    "register_device_guard",
     "register_pytree_node",
     "saved_tensor_hooks_allowed",
     "schema_of",
+    "sequence_of",
     "storage_key",
     "tree_flatten",
     "tree_leaves",
@@ -175,6 +185,29 @@ def in_dual_level() -> bool:
 def current_backward_node() -> object | None:
     """Return the autograd node that runs at present; None outside of a backward."""
     return cast(object, torch._C._current_autograd_node())
+
+
+def sequence_of(node: Any) -> int | None:
+    """Return the number of an autograd node in its graph; None for the node that accumulates into a leaf."""
+    return None if "AccumulateGrad" in node.name() else int(node._sequence_nr())
+
+
+def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how many C++ owners a tensor and its storage have."""
+    return int(tensor._use_count()), int(  # type: ignore[attr-defined]
+        torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    )
+
+
+ALONE_IN_DISPATCH = (4, 2)
+"""What :func:`holders_of` is, in the uppermost dispatch mode, for an argument that only autograd's buffer holds."""
+
+
+def attention_order() -> list[str]:
+    """Return the names of ``SDPBackend`` in the order in which attention tries them."""
+    backends: Any = torch.nn.attention.SDPBackend
+    names = {int(backend): name for name, backend in backends.__members__.items()}
+    return [names[place] for place in torch._C._get_sdp_priority_order()]
 
 
 saved_tensor_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]

@@ -256,7 +256,7 @@ def _compare(
     timeline = simulate(profiled.profile, plan)
     emitted = rewrite(profiled, plan)
     constants = [t for t in (*emitted.buffers(), *emitted.parameters()) if id(t) not in own]
-    verification = verify(emitted, profiled.captured, example, timeline, TrainingStep(loss_fn=loss, optimizer=None))
+    verification, _ = verify(emitted, profiled.captured, example, timeline, TrainingStep(loss_fn=loss, optimizer=None))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return profiled.captured.call(emitted, Inputs.of(args, kwargs).leaves)

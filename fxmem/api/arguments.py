@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     policy: Sequence[Rule]
     inplace: bool
     compress_saved: bool
+    budget_of: str
     cache: bool
 
 
@@ -61,6 +62,7 @@ DEFAULTS: Options = {
     "policy": (),
     "inplace": True,
     "compress_saved": True,
+    "budget_of": "allocated",
     "cache": True,
 }
 
@@ -78,6 +80,8 @@ OPTIONS_DOC = """
     - ``inplace``: whether ops that provably may write over their input do (:mod:`fxmem.passes.inplace`).
     - ``compress_saved``: whether dropout masks and inputs that no backward reads are saved in fewer bytes where
       memory is short (:mod:`fxmem.passes.compress_saved`).
+    - ``budget_of``: on CUDA, what a budget bounds: ``"allocated"`` bytes, as ``torch.cuda.max_memory_allocated`` counts
+      them, or ``"reserved"`` ones, what the caching allocator takes from the device.
     - ``cache``: whether what planning finds is kept on disk for the next process (:mod:`fxmem.disk_cache`).
 """
 
@@ -116,6 +120,7 @@ def settings_of(options: Options) -> Settings:
         cache=bool(given["cache"]),
         inplace=bool(given["inplace"]),
         compress_saved=bool(given["compress_saved"]),
+        budget_of=_known("budget_of", given["budget_of"], ("allocated", "reserved")),
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fxmem.capture.graph import device_of
+from fxmem.devices import DeviceModel
 from fxmem.errors import BudgetError
-from fxmem.profiling.caching_allocator import cublas_workspace_bytes
 from fxmem.profiling.storage_tracker import tensors_of
 from fxmem.torch_private import storage_key
 
@@ -22,32 +22,60 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
+MARGIN_BYTES = 256 << 20
+MARGIN_RATIO = 0.03
+"""What ``budget="auto"`` leaves of a device, the larger of the two: for the allocator's fragments, and for what other
+libraries allocate while training."""
+CONTEXT_BYTES = int(0.7 * (1 << 30))
+"""What CUDA's context and kernels take of a device that is not here, beside PyTorch's allocator: an estimate."""
+
+
 def parse_budget(
-    budget_gb: float | None, budget: float | str | None, model: torch.nn.Module, *others: Any
+    budget_gb: float | None,
+    budget: float | str | None,
+    model: torch.nn.Module,
+    *others: Any,
+    gpu: DeviceModel | None = None,
 ) -> int | None:
     """Return the budget in bytes, or None for no bound; ``others``: what else a step counts that may be there already.
 
-    Errors: ``BudgetError``.
+    ``gpu``: the GPU that is planned for, if it is not the model's device. Errors: ``BudgetError``.
     """
     if budget_gb is not None and budget is not None:
         raise BudgetError("pass budget_gb or budget, not both")
     if budget_gb is not None:
         return parse_gigabytes(budget_gb)
-    if budget is not None:
+    if budget is not None and budget != "auto":
         return parse_bytes(budget)
+    if gpu is not None:
+        return gpu.memory_bytes - CONTEXT_BYTES - _margin(gpu.memory_bytes)
     device = device_of(model)
     if device.type == "cuda" and torch.cuda.is_available():
         return _free_bytes(device, (model, *others))
+    if budget == "auto":
+        raise BudgetError(
+            f'budget="auto" is what a CUDA device has free, and the model is on {device}; move it there first, name a GPU '
+            'with plan_for=, or write a size such as "24GiB"'
+        )
     return None
 
 
 def _free_bytes(device: torch.device, holders: Any) -> int:
     """Return what a step with the tensors of ``holders`` may take on a CUDA device: all that is free there or held by
-    PyTorch's allocator, but for other tensors and the two workspaces of cuBLAS."""
+    PyTorch's allocator, of this process's share of it, but for other tensors and a margin.
+
+    Inside a MIG instance the runtime tells of the instance's memory, not the device's.
+    """
     own = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(holders) if t.device == device}
     foreign_bytes = max(0, torch.cuda.memory_allocated(device) - sum(own.values()))
-    held_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return held_bytes - foreign_bytes - 2 * cublas_workspace_bytes(torch.cuda.get_device_capability(device))
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    held_bytes = free_bytes + torch.cuda.memory_reserved(device)
+    share_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
+    return min(held_bytes, share_bytes) - foreign_bytes - _margin(total_bytes)
+
+
+def _margin(total_bytes: int) -> int:
+    return max(MARGIN_BYTES, int(MARGIN_RATIO * total_bytes))
 
 
 def parse_gigabytes(budget_gb: float) -> int:

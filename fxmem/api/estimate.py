@@ -27,19 +27,21 @@ from fxmem.api.arguments import (
 from fxmem.api.budget import parse_bytes
 from fxmem.capture.dynamic_batch import batch_dims, largest_batch, resized
 from fxmem.capture.export import capture, fitting
-from fxmem.capture.graph import CaptureGraph, Inputs
+from fxmem.capture.graph import CaptureGraph, Inputs, device_of
+from fxmem.devices import DeviceModel, device_named
 from fxmem.errors import unit_of
 from fxmem.fake.fake_tensors import FakeWorld
+from fxmem.fake.stand_in import cuda_model, standing_in
 from fxmem.ir import PlainData, Timeline
 from fxmem.passes.context import CompileContext
-from fxmem.pipeline import frontier_of, least_peak_bytes, profile_for_short_memory
+from fxmem.pipeline import bound_bytes, floor_bytes, frontier_of, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
-from fxmem.profiling.caching_allocator import Allocation, AllocatorPeaks
-from fxmem.profiling.verify import cuda_peaks, eager_peak_bytes
+from fxmem.profiling.caching_allocator import AllocatorPeaks
+from fxmem.profiling.verify import FakeStep, eager_step
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.peak import Breakdown, Place, breakdown_of, place_of
-from fxmem.torch_patches import as_in_training, for_each_on
+from fxmem.torch_patches import as_in_training
 
 
 @dataclass(slots=True)
@@ -48,8 +50,9 @@ class Question:
 
     context: CompileContext
     world: FakeWorld
-    multi_tensor: bool
-    """Whether optimizers take multi-tensor kernels though the step is counted on the CPU."""
+    on_cuda: bool
+    gpu: DeviceModel | None
+    """The GPU that stands in for the device of the model, if one does."""
     planned: list[Planned] = field(default_factory=list)
     _dynamic: CaptureGraph | None = None
 
@@ -57,22 +60,24 @@ class Question:
     def on_fakes(self) -> Iterator[None]:
         """Stand in for parameters that have no bytes; real ones stay."""
         model = self.context.model
-        meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        kernels = for_each_on("cpu") if self.multi_tensor else nullcontext()
-        with as_in_training(), self.world.state_of(model) if meta else nullcontext(), kernels:
+        stand_ins = self.gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        with as_in_training(), standing_in(self.gpu), self.world.state_of(model) if stand_ins else nullcontext():
             yield
 
     def peak_at_batch(self, size: int, budget_bytes: int | None) -> int:
-        """Peak at another batch size, as it is or under a plan: one within the budget, else that of the least peak."""
+        """What a budget bounds at another batch size, as it is or under a plan: one within the budget, else the least."""
         context = self.context
         other = replace(context, inputs=resized(context.inputs, batch_dims(context.inputs), size), _profiles={})
         with self.on_fakes():
             graph = fitting(self.dynamic_graph(), context.model, other.inputs)
             if budget_bytes is None:
                 seen = None if other.base is None else other.base.seen
-                return eager_peak_bytes(context.model, graph, other.inputs, context.settings.step, seen=seen)
-            profile = profile_for_short_memory(graph, other).profile
-        return least_peak_bytes(profile, context.settings, self.planned, budget_bytes)
+                return self.bound_bytes(eager_step(context.model, graph, other.inputs, context.settings.step, seen))
+            return least_bytes_within(profile_for_short_memory(graph, other), other, self.planned, budget_bytes)
+
+    def bound_bytes(self, ran: FakeStep) -> int:
+        """Return what a budget bounds of a step."""
+        return bound_bytes(ran.peak_bytes, ran.events.peaks() if self.on_cuda else None, self.context.settings)
 
     def dynamic_graph(self) -> CaptureGraph:
         """Return the graph that serves other batch sizes. Errors: ``CaptureError`` if the model is tied to its own."""
@@ -94,8 +99,10 @@ class Estimate(PlainData):
     timeline: Timeline
     """Live bytes over the whole step of the captured graph: forward, loss, backward, optimizer. Its peak is below
     ``peak_bytes`` by ``breakdown.held_by_code_bytes``."""
+    bound_bytes: int
+    """What a budget bounds: the peak; on CUDA allocated or reserved bytes (``budget_of=``)."""
     floor_bytes: int
-    """Minimum feasible peak: the least peak of any plan found."""
+    """Minimum feasible peak: the least budget that any plan found keeps."""
     cuda: AllocatorPeaks | None
     """For a step on CUDA: what the caching allocator makes of it (:mod:`fxmem.profiling.caching_allocator`), cuBLAS's
     workspaces included."""
@@ -103,7 +110,7 @@ class Estimate(PlainData):
 
     def fits(self, budget: float | str) -> bool:
         """True if the step fits ``budget`` (bytes, or text such as "24GiB") without recomputation."""
-        return self.peak_bytes <= parse_bytes(budget)
+        return self.bound_bytes <= parse_bytes(budget)
 
     def max_batch_size(self, budget: float | str, *, recompute: bool = False) -> int:
         """Return the largest batch size whose step fits ``budget``; with ``recompute``, under fxmem's best plan.
@@ -146,10 +153,10 @@ def estimate(
     - ``model``: in training mode; it may lie on the meta device (it is then taken to be on ``device``, CPU by default) or
       be made under a ``FakeTensorMode``.
     - ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one call's arguments.
-    - ``device="cuda"`` where torch finds no CUDA, or the model is on the CPU: the CPU's step is counted as CUDA's allocator
-      would count it (``Estimate.cuda``). It differs from a step on a device: kernels are the CPU's (attention saves other
-      hidden residuals, norms other dtypes), and cuDNN's workspaces are missing. Step counters of an optimizer and its
-      multi-tensor kernels, whose temporaries are as large as the parameters, count as on CUDA.
+    - ``device``: where the step is counted, if not where the model is. ``"cuda"`` is this machine's GPU, or an H100 where
+      there is none; ``"cuda:a100-80gb"`` a GPU by name (:mod:`fxmem.devices`), for which no CUDA is needed: the model may
+      stay on the CPU or the meta device. Autocast's lists, the choice of attention kernels, what is saved, optimizers'
+      kernels, what ops take inside and the allocator are then CUDA's. Missing are cuDNN's workspaces.
 
     Gradients are absent at the start of the step (``zero_grad(set_to_none=True)``); with ``accumulate`` they are there,
     as an earlier micro-batch leaves them. The state of optimizer and scaler is there. Sparse gradients count as many
@@ -160,40 +167,55 @@ def estimate(
     check_model(model)
     settings = without_measuring(settings_of(options), model)
     inputs = example_of(model, example_args, example_kwargs)
-    on_cuda = torch.device("cpu" if device is None else device).type == "cuda"
-    world = FakeWorld(inputs.leaves, "cpu" if device is None or (on_cuda and not torch.cuda.is_available()) else device)
-    if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
+    where, gpu = _place_of_step(device, model)
+    world = FakeWorld(inputs.leaves, where, moved=gpu is not None)
+    if gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
         inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
-    device_type = world.fake(next(model.parameters(), inputs.tensors[0])).device.type
-    on_cuda |= device_type == "cuda"
-    context = CompileContext(model, inputs, settings, region_of_step(model, settings.step, device_type))
-    question = Question(context, world, on_cuda and device_type == "cpu")
+    context = CompileContext(model, inputs, settings, region_of_step(model, settings.step, where.type))
+    question = Question(context, world, where.type == "cuda", gpu)
     with told(f"estimating a training step of {type(model).__name__}", CAPTURE_SECONDS + settings.plan_seconds):
-        return _estimate(question, on_cuda)
+        return _estimate(question)
 
 
-def _estimate(question: Question, on_cuda: bool) -> Estimate:
+def _place_of_step(
+    device: torch.device | str | None, model: torch.nn.Module
+) -> tuple[torch.device, DeviceModel | None]:
+    """Return the device of the step, and the GPU that stands in for it if the model is not there."""
+    own = device_of(model)
+    name = "" if device is None else str(device).removeprefix("cuda").removeprefix(":")
+    if device is None and own.type == "cuda" and not torch.cuda.is_available():  # fakes
+        return own, device_named("h100")
+    if device is None or not str(device).startswith("cuda"):
+        return (own if own.type != "meta" else torch.device(device or "cpu")), None
+    if name and not name.isdigit():
+        return torch.device("cuda"), device_named(name)
+    where = torch.device(device)
+    if torch.cuda.is_available():
+        return where, None if own.type == "cuda" else cuda_model(where)
+    return where, device_named("h100")
+
+
+def _estimate(question: Question) -> Estimate:
     """Return the answer to ``question``, whose context becomes that of other sizes."""
     context = question.context
     model, inputs, settings = context.model, context.inputs, context.settings
-    events: list[Allocation] = []
     with question.on_fakes():
         captured = capture(model, inputs, context.autocast)
         profiled = context.profile_of(captured)
-        short = profile_for_short_memory(captured, context).profile
-        peak_bytes = eager_peak_bytes(
-            model, captured, inputs, settings.step, lambda *event: events.append(event), profiled.seen
-        )
+        short = profile_for_short_memory(captured, context)
+        eager = eager_step(model, captured, inputs, settings.step, profiled.seen)
+        points = frontier_of(short.profile, settings)
+        least_bytes = floor_bytes(short, context, points)
     timeline = simulate(profiled.profile, keep_all(profiled.profile), with_steps=True)
-    points = frontier_of(short, settings)
-    question.planned.append(Planned(short, points))
+    question.planned.append(Planned(short.profile, points))
     question.context = replace(context, base=profiled, _profiles={})
     return Estimate(
-        peak_bytes=peak_bytes,
+        peak_bytes=eager.peak_bytes,
         peak_at=place_of(profiled.profile, timeline.peak_step),
-        breakdown=breakdown_of(profiled.profile, timeline.peak_step, peak_bytes),
+        breakdown=breakdown_of(profiled.profile, timeline.peak_step, eager.peak_bytes),
         timeline=timeline,
-        floor_bytes=points[-1].peak_bytes,
-        cuda=cuda_peaks(events) if on_cuda else None,
+        bound_bytes=question.bound_bytes(eager),
+        floor_bytes=least_bytes,
+        cuda=eager.events.peaks() if question.on_cuda else None,
         _question=question,
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from inspect import Parameter, signature
 from types import MethodType
-from typing import Any, Unpack
+from typing import Any, TypeGuard, Unpack
 
 import torch
 from torch import fx
@@ -31,7 +31,10 @@ from fxmem.api.budget import parse_budget
 from fxmem.api.compile_cache import CompileCache
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.capture.guards import REGISTRIES
+from fxmem.devices import DeviceModel, device_named
 from fxmem.errors import InputError, NotPlannedError
+from fxmem.fake.fake_tensors import FakeWorld
+from fxmem.fake.stand_in import standing_in
 from fxmem.ir import Plan
 from fxmem.passes.context import Settings
 from fxmem.pipeline import Compiled
@@ -48,6 +51,7 @@ def optimize(
     *,
     budget_gb: float | None = None,
     budget: float | str | None = None,
+    plan_for: str | None = None,
     **options: Unpack[Options],
 ) -> OptimizedModule:
     """Return ``model`` as a module that trains inside a memory budget, with bitwise the same numbers.
@@ -56,7 +60,10 @@ def optimize(
     - ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one call's arguments, to plan for now. Without them the
       first training-mode call is planned for.
     - ``budget_gb`` in 10^9 bytes, or ``budget`` in bytes or as text (``"24GiB"``): the bound on the peak of the whole
-      training step. With neither: what the model's CUDA device has free for it; on the CPU no bound.
+      training step, on CUDA with what ops and libraries take inside. ``"auto"``, and with neither: what the model's CUDA
+      device has free for it, of this process's share, less a margin of 3 %; on the CPU no bound.
+    - ``plan_for``: a GPU by name (``"a100-80gb"``, :mod:`fxmem.devices`) to plan the example for, which need not be here;
+      ``report`` is then of that GPU, and the first training call plans for the device it is on.
 
     Under autocast the peak counts casts of weights until the region ends; if yours ends before the step does, the peak is
     an upper bound.
@@ -69,9 +76,12 @@ def optimize(
         raise InputError(f"{type(model).__name__} has an attribute 'fxmem', which an optimized module needs: rename it")
     settings = settings_of(options)
     holders = (settings.step.optimizer, settings.step.scaler, example_args, example_kwargs)
-    budget_bytes = parse_budget(budget_gb, budget, model, *holders)
+    gpu = None if plan_for is None else device_named(plan_for)
+    budget_bytes = parse_budget(budget_gb, budget, model, *holders, gpu=gpu)
     optimized = OptimizedModule(model, replace(settings, budget_bytes=budget_bytes))
-    if example_args is not None or example_kwargs is not None:
+    if gpu is not None:
+        optimized.fxmem.prepare_for(gpu, example_args, example_kwargs)
+    elif example_args is not None or example_kwargs is not None:
         optimized.fxmem.prepare(example_args, example_kwargs)
     return optimized
 
@@ -80,12 +90,15 @@ class Namespace:
     """``module.fxmem``: what fxmem knows of an optimized module. All of it is of the kind of call made last.
 
     ``original``: the model as it was given. ``settings``: what was asked for. Before a call has been planned for,
-    ``report``, ``plan`` and ``graph_module`` raise ``NotPlannedError``.
+    ``report`` and ``plan`` are those of :meth:`prepare_for`; without, they raise ``NotPlannedError``, as ``graph_module``
+    does.
     """
 
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
         self.original, self.settings = original, settings
         self.plans = CompileCache(original, settings)
+        self._elsewhere: tuple[Plan, Report] | None = None
+        """What was planned for a GPU that need not be here."""
 
     def prepare(self, example_args: Any = None, example_kwargs: dict[str, Any] | None = None) -> Report:
         """Plan for a call with these arguments now, before training; return the report.
@@ -94,6 +107,21 @@ class Namespace:
         """
         inputs = example_of(self.original, example_args, example_kwargs)
         return self.compiled_for(inputs, region_of_step(self.original, self.settings.step)).report
+
+    def prepare_for(
+        self, gpu: DeviceModel, example_args: Any = None, example_kwargs: dict[str, Any] | None = None
+    ) -> Report:
+        """Plan for a call with these arguments on a GPU that need not be here; return the report.
+
+        Errors: those of :func:`fxmem.optimize`.
+        """
+        inputs = example_of(self.original, example_args, example_kwargs)
+        world = FakeWorld(inputs.leaves, "cuda", moved=True)
+        moved = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+        with standing_in(gpu), world.state_of(self.original):
+            region = region_of_step(self.original, self.settings.step, "cuda")
+            self._elsewhere = self.plans.plan_elsewhere(moved, region)
+        return self._elsewhere[1]
 
     def compiled_for(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for the signature of ``inputs``, compiling it on first sight."""
@@ -116,12 +144,12 @@ class Namespace:
     @property
     def plan(self) -> Plan:
         """What is kept and what is recomputed."""
-        return self._latest().plan
+        return self._elsewhere[0] if self._is_elsewhere(self._elsewhere) else self._latest().plan
 
     @property
     def report(self) -> Report:
         """Budget, peaks, overhead and decisions; ``str()`` of it is a table."""
-        return self._latest().report
+        return self._elsewhere[1] if self._is_elsewhere(self._elsewhere) else self._latest().report
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...]:
@@ -130,6 +158,10 @@ class Namespace:
         own = {id(t) for t in (*self.original.parameters(), *self.original.buffers())}
         held = () if latest is None else (*latest.graph_module.parameters(), *latest.graph_module.buffers())
         return tuple(t for t in held if id(t) not in own)
+
+    def _is_elsewhere(self, planned: tuple[Plan, Report] | None) -> TypeGuard[tuple[Plan, Report]]:
+        """True if all that was planned for is another GPU."""
+        return planned is not None and self.plans.latest is None
 
     def _latest(self) -> Compiled:
         if self.plans.latest is None:

@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxmem.fake.stand_in import original_of
 from fxmem.op_facts.kinds import MakesConstant, ReadsScalar
 from fxmem.op_facts.lookup import by_op
 from fxmem.torch_patches import tracing_answered_by
@@ -130,7 +131,7 @@ class KnownValues(TorchFunctionMode):
     def __init__(self, leaves: Sequence[Any], *, numbers: bool = True) -> None:
         super().__init__()
         self.reads: list[ValueGuard] = []
-        self._leaves = leaves
+        self._leaves = [original_of(leaf) for leaf in leaves]
         self._kinds = _BRANCHES | _NUMBERS if numbers else _BRANCHES
         self._known = WeakTensorKeyDictionary()
         """By fake, (how its values follow from the leaves, a real tensor that has them)."""
@@ -204,6 +205,8 @@ class KnownValues(TorchFunctionMode):
         value = self._value(leaf)
         if isinstance(value, Size):
             return self._leaves[value.leaf].shape[value.dim]
+        if isinstance(value, torch.device) and value.type == "cuda" and not torch.cuda.is_available():
+            return torch.device("cpu")  # fakes lie on a GPU that is not here
         return self._known[leaf][1] if isinstance(leaf, torch.Tensor) else leaf
 
     def _forget(self, *written: object) -> None:

@@ -16,25 +16,29 @@ from torch.overrides import TorchFunctionMode
 from fxmem.errors import CaptureError, InputError
 from fxmem.fake.meta_fixups import MetaFixups
 from fxmem.fake.python_state import PythonState, modules_held
+from fxmem.fake.stand_in import stand_in, stands_for
 from fxmem.op_facts.kinds import ReadsScalar
 from fxmem.op_facts.lookup import by_op
 from fxmem.torch_patches import fakes_for_each, grouped_matmuls, no_value_checks
-from fxmem.torch_private import FakeTensor, FakeTensorMode, tree_map_only
+from fxmem.torch_private import FakeTensor, FakeTensorMode, storage_key, tree_map_only
 
 
 class FakeWorld:
     """A :class:`FakeTensorMode` and the fakes made in it, remembered by identity.
 
-    ``tensors``: if one of them is fake, its mode is used. ``device``: where tensors of the meta device are taken to be.
+    ``tensors``: if one of them is fake, its mode is used. ``device``: where tensors of the meta device are taken to be;
+    if ``moved``, those of the CPU too.
     """
 
-    def __init__(self, tensors: Any = (), device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
+    def __init__(self, tensors: Any = (), device: torch.device | str = "cpu", *, moved: bool = False) -> None:
+        self._device, self._moved = torch.device(device), moved
         given = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
         self.mode = given or FakeTensorMode(allow_non_fake_inputs=True)
         self._shared = given is not None
         """Whether another world's fakes of the same tensors, and casts of them, are known to the mode."""
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By storage of the CPU: a tensor on it, and all of it on the device that stands in."""
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the one fake of ``tensor``, without gradient, requiring grad as the original does."""
@@ -49,11 +53,15 @@ class FakeWorld:
             if tensor.is_leaf and fake.grad_dtype != tensor.grad_dtype:
                 fake.grad_dtype = tensor.grad_dtype
         self._fakes[id(tensor)] = (tensor, fake)
+        if self._moved:
+            stands_for(fake, tensor)
         return fake
 
     def _new_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_cuda:  # an op without a fake kernel would run on the device
             self.mode.allow_fallback_kernels = False
+        if self._moved and tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor):
+            return self._moved_fake(tensor)
         if isinstance(tensor, FakeTensor):  # an alias, so that its gradient is its own
             return tensor.detach().requires_grad_(tensor.requires_grad)
         if not tensor.is_meta:
@@ -67,6 +75,17 @@ class FakeWorld:
                 device=self._device,
                 requires_grad=tensor.requires_grad,
             )
+
+    def _moved_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake like ``tensor`` on the device; tensors of one storage stay so."""
+        key, nbytes = storage_key(tensor), tensor.untyped_storage().nbytes()
+        with self.mode, torch.no_grad():
+            if key not in self._storages:
+                whole = torch.empty(nbytes // tensor.itemsize, dtype=tensor.dtype, device=self._device)
+                self._storages[key] = (tensor, whole)
+            whole = self._storages[key][1].view(tensor.dtype)
+            moved = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            return moved.detach().requires_grad_(tensor.requires_grad)
 
     def fake_all(self, tree: Any) -> Any:
         """Return ``tree`` with every tensor in it replaced by its fake."""
@@ -140,12 +159,13 @@ def made_outside(fake: torch.Tensor) -> torch.Tensor:
 
 
 def check_device(device: torch.device) -> torch.device:
-    """Return ``device``. Errors: ``InputError`` if it is CUDA and there is none: autograd would end the process."""
-    if device.type == "cuda" and not torch.cuda.is_available():
+    """Return ``device``. Errors: ``InputError`` if it is CUDA, there is none and no GPU stands in: autograd would end the
+    process."""
+    if device.type == "cuda" and not torch.cuda.is_available() and stand_in() is None:
         raise InputError(
-            f"a tensor is on {device}, but this torch ({torch.__version__}) finds no CUDA device, and autograd cannot run "
-            "without one, not even on fakes; make the model on the meta device or the CPU and pass device='cuda' to "
-            "fxmem.estimate to have it counted as on CUDA"
+            f"a tensor is on {device}, but torch {torch.__version__} finds no CUDA device. Make model and batch on the CPU "
+            "or the meta device and say which GPU is meant: fxmem.estimate(..., device='cuda:h100'), "
+            "fxmem.optimize(..., plan_for='h100')"
         )
     return device
 

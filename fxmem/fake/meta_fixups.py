@@ -151,7 +151,11 @@ def recurrent(output: Any, args: Any) -> Any:
 
 
 def convolution_backward(output: Any, args: Any) -> Any:
-    """oneDNN makes the weight's gradient beside the bias's, wanted or not."""
+    """oneDNN makes the weight's gradient beside the bias's, wanted or not. cuDNN's have channels last if the input
+    or the weight does."""
+    if args[1].device.type == "cuda":
+        last = args[1].dim() in (4, 5) and any(map(_is_last, args[1:3]))
+        return (*(_laid_out(g, g, last=True) if last and g is not None else g for g in output[:2]), output[2])
     if output[1] is not None or output[2] is None:
         return output
     (_, given, weight, bias_sizes, *others), bias = args[:-1], output[2]
@@ -193,6 +197,21 @@ def embedded_bags(output: Any, args: Any) -> Any:
     return (output[0], bags, sizes, output[3])
 
 
+def cudnn_attention(output: tuple[Any, ...], args: Any) -> tuple[Any, ...]:
+    """Without a gradient there is no logsumexp."""
+    attended, logsumexp, *others = output
+    needs_logsumexp = args[4]
+    return attended, logsumexp if needs_logsumexp else None, *others
+
+
+def efficient_attention(output: tuple[Any, ...], args: Any) -> tuple[Any, ...]:
+    """The seed and the offset of a dropout are numbers of the CPU's."""
+    dropout = args[5] if len(args) > 5 else 0.0
+    if not dropout:
+        return output
+    return (*output[:2], *(torch.empty((), dtype=torch.int64, device="cpu") for _ in output[2:]))
+
+
 _CORRECTIONS: dict[str, Callable[[Any, Any], Any]] = {
     function.__name__: function
     for function in (
@@ -211,6 +230,8 @@ _CORRECTIONS: dict[str, Callable[[Any, Any], Any]] = {
         reduced_in_place,
         recurrent,
         embedded_bags,
+        cudnn_attention,
+        efficient_attention,
     )
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fxmem.op_facts.kinds import (
     AddedByExport,
+    InPlaceInBackward,
     MakesConstant,
     NeverRecompute,
     OpFact,
@@ -17,7 +18,48 @@ from fxmem.op_facts.kinds import (
 
 _VALUES = "a fake tensor has no values: which way a model goes by one shows only where the read is intercepted"
 
+_SELECTING = ("Max", "Min", "Sort", "Topk", "Median", "Nanmedian", "Kthvalue", "Mode")
+_SUBCLASS = "where a mode is on, or a tensor is a fake, the formula takes a variant that writes a new tensor"
+
 FACTS: tuple[OpFact, ...] = (
+    OpFact(
+        ops=("aten.index_put.default",),
+        value=InPlaceInBackward(("IndexBackward0",)),
+        why=_SUBCLASS,
+        test="test_gradients_that_autograd_writes_in_place",
+    ),
+    OpFact(
+        ops=("aten.scatter_add.default",),
+        value=InPlaceInBackward(("GatherBackward0", "CummaxBackward0", "CumminBackward0")),
+        why=_SUBCLASS,
+        test="test_gradients_that_autograd_writes_in_place",
+    ),
+    OpFact(
+        ops=("aten.put.default",),
+        value=InPlaceInBackward(("TakeBackward0",)),
+        why=_SUBCLASS,
+        test="test_gradients_that_autograd_writes_in_place",
+    ),
+    OpFact(
+        ops=("aten.sub.Tensor", "aten.mul.Tensor"),
+        value=InPlaceInBackward(("BinaryCrossEntropyWithLogitsBackward0",)),
+        why=_SUBCLASS,
+        test="test_gradients_that_autograd_writes_in_place",
+    ),
+    OpFact(
+        ops=("aten.index_add.default",),
+        value=InPlaceInBackward(("IndexSelectBackward0",)),
+        why=_SUBCLASS,
+        test="test_gradients_that_autograd_writes_in_place",
+    ),
+    OpFact(
+        ops=("aten.scatter.src",),
+        value=InPlaceInBackward(
+            tuple(f"{name}Backward0" for name in _SELECTING) + tuple(f"{name}Backward1" for name in _SELECTING)
+        ),
+        why=_SUBCLASS,
+        test="test_gradients_that_autograd_writes_in_place",
+    ),
     OpFact(
         ops=("aten.native_batch_norm.default", "aten.cudnn_batch_norm.default", "aten.miopen_batch_norm.default"),
         value=WritesUnsaid(places=(3, 4), flag=5),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OpFact
+from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OpFact, OwnKernelOnCuda
 
+_ATTENTION = "test_fakes_dispatch_what_torch_did_forward_and_backward"
 _CORRECTED = "test_corrected_fakes_are_as_real_tensors"
 
 FACTS: tuple[OpFact, ...] = (
@@ -70,9 +71,9 @@ FACTS: tuple[OpFact, ...] = (
     OpFact(
         ops=("aten.convolution_backward.default",),
         value=FakeResult("convolution_backward"),
-        why="oneDNN makes the weight's gradient beside the bias's, wanted or not",
+        why="oneDNN makes the weight's gradient beside the bias's, wanted or not; cuDNN lays gradients out with channels "
+        "last if the input or the weight is so",
         test="test_transposed_convolutions_of_which_the_bias_learns",
-        device="cpu",
     ),
     OpFact(
         ops=(
@@ -99,14 +100,12 @@ FACTS: tuple[OpFact, ...] = (
         device="cpu",
     ),
     OpFact(
-        ops=("aten.binary_cross_entropy.default", "aten.soft_margin_loss.default"),
-        value=FakeResult("reduced_in_place"),
-        why="on the CPU the loss is reduced inside the buffer that held it for every element",
-        test=_CORRECTED,
-        device="cpu",
-    ),
-    OpFact(
-        ops=("aten.mse_loss.default", "aten.smooth_l1_loss.default"),
+        ops=(
+            "aten.binary_cross_entropy.default",
+            "aten.soft_margin_loss.default",
+            "aten.mse_loss.default",
+            "aten.smooth_l1_loss.default",
+        ),
         value=FakeResult("reduced_in_place"),
         why="the loss is reduced inside the buffer that held it for every element",
         test=_CORRECTED,
@@ -123,6 +122,31 @@ FACTS: tuple[OpFact, ...] = (
         why="offsets and sizes that the CPU's kernel saves may have room for one element more",
         test=_CORRECTED,
         device="cpu",
+    ),
+    OpFact(
+        ops=("aten._scaled_dot_product_cudnn_attention.default",),
+        value=FakeResult("cudnn_attention"),
+        why="without a gradient the kernel makes no logsumexp",
+        test=_ATTENTION,
+        device="cuda",
+    ),
+    OpFact(
+        ops=("aten._scaled_dot_product_efficient_attention.default",),
+        value=FakeResult("efficient_attention"),
+        why="the seed and the offset of a dropout are numbers of the CPU's",
+        test=_ATTENTION,
+        device="cuda",
+    ),
+    OpFact(
+        ops=(
+            "aten.silu_backward.default",
+            "aten.mish_backward.default",
+            "aten._fused_rms_norm.default",
+            "aten.native_channel_shuffle.default",
+        ),
+        value=OwnKernelOnCuda(),
+        why="torch without CUDA has no kernel of CUDA's, and fakes there would run the ops it is put together from",
+        test="test_ops_with_kernels_of_their_own_stay_whole",
     ),
     OpFact(
         ops=("aten.clone.default",),

@@ -46,6 +46,14 @@ class UpdatesOnly:
 
 
 @dataclass(frozen=True, slots=True)
+class InPlaceInBackward:
+    """A backward that no mode watches writes its result over its first argument, zeros that it has just made."""
+
+    nodes: tuple[str, ...]
+    """The autograd nodes that do."""
+
+
+@dataclass(frozen=True, slots=True)
 class NeverRecompute:
     """It may not run again."""
 
@@ -150,6 +158,11 @@ class FakeResult:
 
     correction: str
     """The function's name: it takes what the fake kernel returned, and the arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnKernelOnCuda:
+    """CUDA has a kernel for it where builds of torch without CUDA put it together from other ops."""
 
 
 @dataclass(frozen=True, slots=True)

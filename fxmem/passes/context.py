@@ -39,6 +39,8 @@ class Settings:
     """Whether ops that may write over their input do."""
     compress_saved: bool = True
     """Whether masks and inputs that no backward reads are saved in fewer bytes where memory is short."""
+    budget_of: str = "allocated"
+    """On CUDA, what the budget bounds: "allocated" bytes or "reserved" ones."""
 
     def __setstate__(self, state: list[Any]) -> None:
         """Pickles of earlier versions lack the last fields."""

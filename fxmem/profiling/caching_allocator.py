@@ -12,9 +12,10 @@ allocate for themselves (cuBLAS and cuDNN workspaces are given as a constant).
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = 1 << 20
@@ -182,17 +183,10 @@ class CachingAllocator:
             block.nbytes = size
 
 
-def allocator_peaks(
-    stream: Iterable[Allocation], workspaces: Sequence[int] = (), *, expandable: bool | None = None
-) -> AllocatorPeaks:
-    """Return the peaks of ``stream``, with library workspaces of so many bytes each allocated before it.
-
-    ``expandable``: whether segments are; None: as the environment has it.
-    """
+def allocator_peaks(stream: Iterable[Allocation], *, expandable: bool | None = None) -> AllocatorPeaks:
+    """Return the peaks of ``stream``. ``expandable``: whether segments are; None: as the environment has it."""
     allocator = CachingAllocator(expandable=expandable_segments() if expandable is None else expandable)
-    for i, nbytes in enumerate(workspaces):
-        allocator.alloc(~i, nbytes)
-    allocated, reserved = allocator.allocated_bytes, allocator.reserved_bytes
+    allocated = reserved = 0
     for kind, key, nbytes in stream:
         if kind == "alloc":
             allocator.alloc(key, nbytes)
@@ -200,7 +194,95 @@ def allocator_peaks(
             allocator.free(key)
         allocated = max(allocated, allocator.allocated_bytes)
         reserved = max(reserved, allocator.reserved_bytes)
-    return AllocatorPeaks(allocated, reserved, sum(workspaces))
+    return AllocatorPeaks(allocated, reserved)
+
+
+# -- steps one after the other -------------------------------------------------------------------------------------------
+
+NUM_STEPS = 3
+"""How many steps are simulated: the first has no optimizer state, the second has it where the first was short of nothing,
+the third finds what the second left."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """What one training step allocates, by when it first does."""
+
+    present: tuple[Allocation, ...] = ()
+    """Parameters, buffers, batch, gradients of earlier micro-batches."""
+    state: tuple[Allocation, ...] = ()
+    """Of optimizer and scaler: there when the step starts, but made at the end of the first step."""
+    step: tuple[Allocation, ...] = ()
+    optimizer_at: int = 0
+    """Place in ``step`` where the optimizer's part begins."""
+    libraries: tuple[tuple[int, int], ...] = ()
+    """(place in ``step``, bytes) of the workspaces that libraries take where they are used first, and keep."""
+
+    @property
+    def library_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.libraries)
+
+    def history(self, num_steps: int = NUM_STEPS) -> Iterator[Allocation]:
+        """Yield what a process allocates that puts model and batch on the device and trains some steps."""
+        yield from self.present
+        freed = {key for kind, key, _ in self.step if kind == "free"}
+        gradients = [event for event in self.present if event[0] == "alloc" and event[1] in freed]
+        own = {key for kind, key, _ in (*gradients, *self.step) if kind == "alloc"}
+        span = 1 + max((key for _, key, _ in (*self.present, *self.state, *self.step)), default=0)
+        for number in range(num_steps):
+            shift = number * span
+            if number:  # earlier micro-batches of each step leave gradients
+                yield from ((kind, key + shift, nbytes) for kind, key, nbytes in gradients)
+            for place, (kind, key, nbytes) in enumerate(self.step):
+                yield from self._new_at(place) if number == 0 else ()
+                yield kind, key + shift if key in own else key, nbytes
+            yield from self._new_at(len(self.step)) if number == 0 else ()
+            yield from (("free", key + shift, 0) for key in sorted(own))
+
+    def _new_at(self, place: int) -> Iterator[Allocation]:
+        for index, (at, nbytes) in enumerate(self.libraries):
+            if at == place:
+                yield "alloc", ~index, nbytes
+        if place == self.optimizer_at:
+            yield from self.state
+
+    def peaks(self) -> AllocatorPeaks:
+        """Return what the caching allocator makes of it."""
+        return replace(allocator_peaks(self.history()), workspace_bytes=self.library_bytes)
+
+
+class StepLog:
+    """Writes down the allocations of a step as :class:`StepEvents`."""
+
+    def __init__(self) -> None:
+        self._all: list[Allocation] = []
+        self._state_at = self._step_at = self._optimizer_at = 0
+        self._libraries: list[int] = []
+
+    def note(self, kind: str, key: int, nbytes: int) -> None:
+        self._all.append((kind, key, nbytes))
+
+    def state_starts(self) -> None:
+        self._state_at = len(self._all)
+
+    def step_starts(self) -> None:
+        self._step_at = self._optimizer_at = len(self._all)
+
+    def optimizer_starts(self) -> None:
+        self._optimizer_at = len(self._all)
+
+    def note_library(self) -> None:
+        self._libraries.append(len(self._all) - self._step_at)
+
+    def events(self, libraries_bytes: Sequence[int]) -> StepEvents:
+        """Return what was noted; ``libraries_bytes``: of each library's workspace."""
+        return StepEvents(
+            tuple(self._all[: self._state_at]),
+            tuple(self._all[self._state_at : self._step_at]),
+            tuple(self._all[self._step_at :]),
+            self._optimizer_at - self._step_at,
+            tuple(zip(self._libraries, libraries_bytes, strict=False)),
+        )
 
 
 def expandable_segments() -> bool:
@@ -213,7 +295,10 @@ def expandable_segments() -> bool:
 def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """Return PyTorch's default cuBLAS workspace of one handle and stream: 32 MiB on Hopper, else 8.125 MiB.
 
-    cuBLASLt shares it. Handles belong to threads, so a training step has two: the caller's and autograd's. Not followed:
-    a workspace set by ``CUBLAS_WORKSPACE_CONFIG``.
+    cuBLASLt shares it. Handles belong to threads, so a training step has two: the caller's and autograd's. The environment
+    may say otherwise: ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` is eight times 4096 KiB.
     """
+    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(kib) * int(count) << 10 for kib, count in pairs)
     return 4096 * 8 * 1024 if compute_capability[0] == 9 else 4096 * 1024 * 2 + 16 * 1024 * 8

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from fxmem.profiling.devices import DeviceModel
+from fxmem.devices import DeviceModel
 
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8,
@@ -55,16 +55,16 @@ def contiguous(shape: Collection[int], dtype: str) -> TensorRecord:
     return TensorRecord(tuple(shape), tuple(reversed(strides)), dtype)
 
 
-def reduction_bytes(
+def reduction_blocks(
     x: TensorRecord, dims: Collection[int], device: DeviceModel, partial_bytes: int, vector: int = 4
-) -> int:
-    """Return the scratch of reducing ``x`` over ``dims`` (all, if empty).
+) -> tuple[int, ...]:
+    """Return the scratch of reducing ``x`` over ``dims`` (all, if empty): partial results and counters, if there is any.
 
     ``partial_bytes``: one partial result: 4 for sums, means and norms of floats of any width, 16 for Welford's (var,
     std) and for a value with its index (max along a dimension). ``vector``: values loaded at once along a reduced row.
     """
     if not x.numel:
-        return 0
+        return ()
     merged = _merged(x, dims)
     reduced, kept = [d for d in merged if d.reduced], [d for d in merged if not d.reduced]
     num_outputs, num_inputs = _product(kept), _product(reduced)
@@ -80,19 +80,19 @@ def reduction_bytes(
     block_width, block_height = _block(width, height, MAX_THREADS // outputs_at_once)
     step_in, step_out = (block_width, 1) if along_rows else (1, block_width)
     if -(-num_inputs // step_in) < min(block_height * 16, MAX_VALUES):
-        return 0  # every row of threads has an output of its own
+        return ()  # every row of threads has an output of its own
     step_in *= block_height
     values = -(-num_inputs // step_in)
     groups = -(-(num_outputs // outputs_at_once) // step_out)
     target = device.num_sms * (device.threads_per_sm // (block_width * block_height))
     if values < MAX_VALUES or groups > target:
-        return 0
+        return ()
     least, most = -(-values // MAX_VALUES), -(-values // MIN_VALUES)
     blocks_per_output = min(max(-(-target // groups), least), most)
     if blocks_per_output <= 1:
-        return 0
+        return ()
     partials = num_outputs * blocks_per_output * (1 if along_rows else block_width * outputs_at_once)
-    return partial_bytes * partials + 4 * groups
+    return partial_bytes * partials, 4 * groups
 
 
 @dataclass(slots=True)

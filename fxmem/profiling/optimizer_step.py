@@ -17,6 +17,7 @@ import torch
 
 from fxmem.errors import InputError, first_lines
 from fxmem.fake.fake_tensors import ScalarReads
+from fxmem.fake.stand_in import original_of
 from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import Gradients, OptimizerLike, TrainingStep, optimizer_class
@@ -117,7 +118,7 @@ def clears_all(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> bool:
     if not isinstance(step.optimizer, torch.optim.Optimizer):
         return step.optimizer is not None
     held = {id(p) for group in step.optimizer.param_groups for p in group["params"]}
-    return all(id(p) in held for p in parameters if p.requires_grad)
+    return all(id(original_of(p)) in held for p in parameters if p.requires_grad)
 
 
 def steady_state(
@@ -133,6 +134,7 @@ def steady_state(
     fakes; it is not run where ``seen`` tells what it would leave. What it gives a gradient, and what the optimizer given
     has state of already, has state. Runs under the fakes' mode. Errors: ``InputError`` if there is no steady state.
     """
+    parameters = [(original_of(real), fake) for real, fake in parameters]
     fakes = {id(real): fake for real, fake in parameters if fake.requires_grad}
     device = next((fake.device for fake in fakes.values()), torch.device("cpu"))
     scaler = None if step.scaler is None else steady_scaler(step.scaler, device)

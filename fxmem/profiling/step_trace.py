@@ -1,6 +1,6 @@
 """Running a captured graph's training step on fakes, node by node, and writing down all that happens.
 
-In: a captured graph, its inputs and step. Out: an :class:`StepTrace`: per node what it reads, makes, writes
+In: a captured graph, its inputs and step. Out: a :class:`StepTrace`: per node what it reads, makes, writes
 and saves, and the stream of allocations, frees, unpacks and releases of the whole step. What an op does is seen from
 autograd and from dispatch; what these do not show is taken from :mod:`fxmem.op_facts`.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fxmem.capture.graph import CaptureGraph, Inputs, attribute_of, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, gradients_untouched
 from fxmem.ir import Phase, StaticBytes
+from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.op_effects import UPDATES, why_not_again, work_of, written_by
 from fxmem.profiling.optimizer_step import RecordedStep, SteadyOptimizer, steady_state
 from fxmem.profiling.storage_tracker import StorageTracker, parts_of, tensors_of
@@ -95,7 +97,8 @@ class _Tracer:
         self.captured, self.inputs, self.world, self.discard = captured, inputs, world, discard
         self.graph_module = captured.graph_module
         self.events: list[Event] = []
-        self.tracker = StorageTracker(self._note_storage, self._note_op)
+        self.memory = DeviceMemory.of(world.fake(p).device for p in captured.parameters)
+        self.tracker = StorageTracker(self._note_storage, self._note_op, self.memory)
         self.nodes: list[NodeTrace] = []
         self.current: NodeTrace | None = None
         self.statics: dict[int, str] = {}
@@ -188,6 +191,7 @@ class _Tracer:
                 stack.enter_context(self.tracker)
                 stack.enter_context(ScalarReads())
                 run_step(forward, step.loss_fn, optimizer, self.captured.autocast, self._phase, scaler)
+        static = replace(static, library_bytes=self._hold_libraries())
         return StepTrace(
             self.nodes,
             self.events,
@@ -202,6 +206,13 @@ class _Tracer:
             self.backward_work[0],
             self.backward_work[1],
         )
+
+    def _hold_libraries(self) -> int:
+        """Count the workspaces that libraries keep as there from the start, as an earlier step has left them."""
+        start, self.events = self.events, []
+        held = self.tracker.hold_bytes(self.memory.workspaces(len(self.tracker.library_threads)))
+        self.events += start
+        return held
 
     def run_forward(self, step: TrainingStep) -> None:
         """Run forward and loss only."""

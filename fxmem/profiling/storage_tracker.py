@@ -1,14 +1,15 @@
 """Live storage bytes on the CPU and on fake tensors: which are alive, and the most there were.
 
 :class:`StorageTracker` sees every tensor an op returns and counts each *storage* once, from its first sight until it is
-freed. Scratch that a kernel allocates inside one ATen op is below the dispatcher and not seen.
+freed. What a kernel allocates inside one ATen op is below the dispatcher and not seen; on CUDA it is counted by rules
+(:mod:`fxmem.profiling.device_memory`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -16,7 +17,10 @@ import torch
 from fxmem.op_facts.kinds import QueryOnly
 from fxmem.op_facts.lookup import by_namespace
 from fxmem.profiling.caching_allocator import Allocation
-from fxmem.torch_private import TorchDispatchMode, storage_key, tree_leaves
+from fxmem.profiling.device_memory import EVERYWHERE, DeviceMemory
+from fxmem.profiling.unwatched_writes import UnwatchedWrites
+from fxmem.torch_patches import graphs_shown_to
+from fxmem.torch_private import TorchDispatchMode, current_backward_node, storage_key, tree_leaves
 
 Listener = Callable[[str, int, int], None]
 """Called with ``("alloc" | "free", serial, nbytes)``; a serial names a storage for good, unlike its address."""
@@ -26,13 +30,24 @@ class StorageTracker(TorchDispatchMode):
     """Counts live storage bytes, peak included, while it is active.
 
     Storages that exist before and were not announced by :meth:`hold` weigh nothing. ``live_bytes`` and ``peak_bytes``
-    are in bytes. ``on_op`` is called after each dispatched op with ``(func, args, kwargs, output)``.
+    are in bytes. ``on_op`` is called after each dispatched op with ``(func, args, kwargs, output)``. ``memory``: what a
+    storage weighs and what ops take inside on the device of the step. ``on_library`` is called where a thread first uses a
+    library that keeps a workspace for it.
     """
 
     def __init__(
-        self, listener: Listener | None = None, on_op: Callable[[Any, Any, Any, Any], None] | None = None
+        self,
+        listener: Listener | None = None,
+        on_op: Callable[[Any, Any, Any, Any], None] | None = None,
+        memory: DeviceMemory = EVERYWHERE,
+        on_library: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._memory, self._on_library = memory, on_library
+        self._unwatched = UnwatchedWrites()
+        self._stack = ExitStack()
+        self.library_threads: set[str] = set()
+        """"caller" and "autograd": where an op ran whose library keeps a workspace for each thread."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self._listener = listener
@@ -89,12 +104,38 @@ class StorageTracker(TorchDispatchMode):
 
     def _add(self, tensor: torch.Tensor, *, counted: bool) -> int:
         storage = tensor.untyped_storage()
-        key, nbytes = storage_key(tensor), storage.nbytes() if counted else 0
+        key, nbytes = storage_key(tensor), self._nbytes_of(tensor) if counted else 0
         serial = self._new_serial()
         self._serials[key] = serial
         self._refs[key] = weakref.ref(storage, lambda _: self._remove(key, serial, nbytes))
         self._count("alloc", serial, nbytes)
         return serial
+
+    def _move(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        """Take the storage of ``output`` for that of ``tensor``, which is not there any more."""
+        known, key = storage_key(tensor), storage_key(output)
+        if known not in self._serials or key in self._serials:
+            return
+        serial, _ = self._serials.pop(known), self._refs.pop(known)
+        nbytes, storage = self._nbytes_of(output), output.untyped_storage()
+        self._serials[key] = serial
+        self._refs[key] = weakref.ref(storage, lambda _: self._remove(key, serial, nbytes))
+
+    def _see_inside(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Count what the kernel of an op takes while it runs, beside its inputs and results."""
+        inside = self._memory.inside(func, args, kwargs)
+        if inside.uses_library:
+            thread = "caller" if current_backward_node() is None else "autograd"
+            if thread not in self.library_threads:
+                self.library_threads.add(thread)
+                self._on_library()
+        serials = [(self._new_serial(), nbytes) for nbytes in inside.blocks]
+        for kind, each in (("alloc", serials), ("free", serials[::-1])):
+            for serial, nbytes in each:
+                self._count(kind, serial, nbytes)
+
+    def _nbytes_of(self, tensor: torch.Tensor) -> int:
+        return self._memory.weight(tensor.device.type, tensor.untyped_storage().nbytes())
 
     def _remove(self, key: int, serial: int, nbytes: int) -> None:
         if self._serials.get(key) == serial:
@@ -111,13 +152,27 @@ class StorageTracker(TorchDispatchMode):
         if self._listener is not None:
             self._listener(kind, serial, nbytes)
 
+    def __enter__(self) -> StorageTracker:
+        self._stack.enter_context(graphs_shown_to(self._unwatched.show))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stack.close()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _QUERIES:
             return func(*args, **kwargs)
+        written_over = self._unwatched.includes(func, args)
         self._see((args, kwargs), counted=False)
         output = func(*args, **kwargs)
+        if written_over and output.nbytes == args[0].nbytes:
+            self._move(args[0], output)
         self._see(output, counted=True)
+        if self._memory.model is not None:
+            self._see_inside(func, args, kwargs)
         if self._on_op is not None:
             self._on_op(func, args, kwargs, output)
         return output

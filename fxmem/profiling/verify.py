@@ -5,7 +5,7 @@ In: a callable of fake leaves, the modules whose state it uses, loss and optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ from fxmem.errors import VerificationError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.ir import Phase, Timeline, Verification
-from fxmem.profiling.caching_allocator import Allocation, AllocatorPeaks, allocator_peaks, cublas_workspace_bytes
+from fxmem.profiling.caching_allocator import StepEvents, StepLog
+from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
-from fxmem.profiling.storage_tracker import Listener, StorageTracker, tensors_of
+from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import BARE, Gradients, TrainingStep, gradients_of, run_step
 
 
@@ -30,40 +31,34 @@ def verify(
     inputs: Inputs,
     timeline: Timeline,
     step: TrainingStep = BARE,
-    listener: Listener | None = None,
     seen: RecordedStep | None = None,
-) -> Verification:
-    """Run ``emitted`` on fakes and compare its peak with the plan's ``timeline``.
+) -> tuple[Verification, StepEvents]:
+    """Run ``emitted`` on fakes; return its peak beside that of the plan's ``timeline``, and what it allocated.
 
-    ``listener`` is told of every allocation and free, first of those that are there at the start. ``seen``: what an
-    earlier run of the same step tells of it. Errors: ``VerificationError`` if it cannot run; a differing peak is returned,
-    not raised.
+    ``seen``: what an earlier run of the same step tells of it. Errors: ``VerificationError`` if it cannot run; a differing
+    peak is returned, not raised.
     """
     try:
         subject = _Subject(lambda leaves: captured.call(emitted, leaves), emitted, captured.graph_module)
-        peak_bytes = _peak_bytes(subject, captured, inputs, step, listener, seen)
+        ran = _ran(subject, captured, inputs, step, seen)
     except Exception as error:
         overwritten = "modified by an inplace operation" in str(error)
         remedy = (
             " Where the forward writes through .data to what a backward reads, write to a clone." if overwritten else ""
         )
         raise VerificationError(f"the emitted module does not run on fake tensors: {error}{remedy}") from error
-    return Verification(timeline.peak_bytes, peak_bytes)
+    return Verification(timeline.peak_bytes, ran.peak_bytes), ran.events
 
 
-def eager_peak_bytes(
+def eager_step(
     model: torch.nn.Module,
     captured: CaptureGraph,
     inputs: Inputs,
     step: TrainingStep,
-    listener: Listener | None = None,
     seen: RecordedStep | None = None,
-) -> int:
-    """Return the peak of the original model's own training step, in bytes.
-
-    ``listener`` is told of every allocation and free, first of those that are there at the start. ``seen``: what an
-    earlier run of the same step tells of it.
-    """
+) -> FakeStep:
+    """Return what the original model's own training step takes. ``seen``: what an earlier run of the same step tells of
+    it."""
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
@@ -71,7 +66,17 @@ def eager_peak_bytes(
             return model(*args, **kwargs)
 
     with tensors_restored(model):
-        return _peak_bytes(_Subject(forward, model, model), captured, inputs, step, listener, seen)
+        return _ran(_Subject(forward, model, model), captured, inputs, step, seen)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeStep:
+    """A training step that ran on fakes."""
+
+    peak_bytes: int
+    gradients: Gradients | None
+    """What its backward left on parameters."""
+    events: StepEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,46 +89,29 @@ class _Subject:
     owner: torch.nn.Module
 
 
-def _peak_bytes(
-    subject: _Subject,
-    captured: CaptureGraph,
-    inputs: Inputs,
-    step: TrainingStep,
-    listener: Listener | None,
-    seen: RecordedStep | None,
-) -> int:
-    """Return the tracked peak of a training step.
-
-    Where the backward leaves other gradients than were ``seen``, the step is run again after a micro-batch that tells.
-    """
+def _ran(
+    subject: _Subject, captured: CaptureGraph, inputs: Inputs, step: TrainingStep, seen: RecordedStep | None
+) -> FakeStep:
+    """Run a training step. Where the backward leaves other gradients than were ``seen``, it is run again after a
+    micro-batch that tells."""
     if seen is not None:
-        events: list[Allocation] = []
-        peak_bytes, left = _fake_step(subject, captured, inputs, step, lambda *event: events.append(event), seen)
-        if left == seen.gradients:
-            if listener is not None:
-                for event in events:
-                    listener(*event)
-            return peak_bytes
-    return _fake_step(subject, captured, inputs, step, listener, None)[0]
+        ran = _fake_step(subject, captured, inputs, step, seen)
+        if ran.gradients == seen.gradients:
+            return ran
+    return _fake_step(subject, captured, inputs, step, None)
 
 
 def _fake_step(
-    subject: _Subject,
-    captured: CaptureGraph,
-    inputs: Inputs,
-    step: TrainingStep,
-    listener: Listener | None,
-    seen: RecordedStep | None,
-) -> tuple[int, Gradients | None]:
-    """Return the tracked peak of a step, and what gradients its backward leaves on parameters.
-
-    Earlier gradients and the optimizer's state are as ``seen`` says; if None, as a micro-batch run before says.
-    """
+    subject: _Subject, captured: CaptureGraph, inputs: Inputs, step: TrainingStep, seen: RecordedStep | None
+) -> FakeStep:
+    """Run a step. Earlier gradients and the optimizer's state are as ``seen`` says; if None, as a micro-batch run before
+    says."""
     world = FakeWorld(inputs.leaves)
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
-    tracker = StorageTracker(listener)
     parameters = [world.fake(p) for p in captured.parameters]
-    state = [world.fake(t) for t in (*subject.owner.parameters(), *subject.owner.buffers())]
+    memory, log = DeviceMemory.of(p.device for p in parameters), StepLog()
+    tracker = StorageTracker(log.note, memory=memory, on_library=log.note_library)
+    state = [world.fake(t) for t in _as_moved(subject.owner)]
     left: Gradients | None = None
 
     def micro_batch() -> None:
@@ -135,22 +123,28 @@ def _fake_step(
         nonlocal left
         if phase is Phase.OPTIMIZER:
             left = gradients_of(parameters)
+            log.optimizer_starts()
 
     with world.active():
         pairs = list(zip(captured.parameters, parameters, strict=True))
         optimizer, scaler = steady_state(step, pairs, micro_batch, tracker, seen)
         tracker.hold(tensors_of(state))
         tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
+        log.state_starts()
         if optimizer is not None:
             optimizer.hold()
         tracker.hold(tensors_of([scaler]))
+        log.step_starts()
         with world.state_of(subject.module), tracker, ScalarReads():
             run_step(lambda: subject.forward(leaves), step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
-    return tracker.peak_bytes, left
+    libraries_bytes = memory.workspaces(len(tracker.library_threads))
+    return FakeStep(tracker.peak_bytes + sum(libraries_bytes), left, log.events(libraries_bytes))
 
 
-def cuda_peaks(events: Iterable[Allocation]) -> AllocatorPeaks:
-    """Return what CUDA's caching allocator makes of a step's ``events``, cuBLAS's workspaces included: those of this
-    machine's device, or where there is none the largest any device has."""
-    nbytes = cublas_workspace_bytes(torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0))
-    return allocator_peaks(events, (nbytes, nbytes))
+def _as_moved(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield parameters and buffers in the order in which ``module.to(device)`` moves them: children first."""
+    for child in module.children():
+        yield from _as_moved(child)
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor

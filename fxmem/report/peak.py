@@ -43,6 +43,8 @@ class Breakdown(PlainData):
     """What the loss allocates outside the model."""
     temporaries_bytes: int
     """All else: gradients of activations, workspace of a composite op, the optimizer's temporaries."""
+    library_bytes: int
+    """Workspaces that libraries keep: cuBLAS's."""
     held_by_code_bytes: int
     """What local variables and attributes of the model's own code hold longer than its graph needs."""
 
@@ -82,6 +84,7 @@ def breakdown_of(profile: GraphProfile, tick: int, eager_bytes: int) -> Breakdow
         internals_bytes=internals + inner,
         loss_bytes=at.loss_bytes,
         temporaries_bytes=temporaries - inside,
+        library_bytes=static.library_bytes,
         held_by_code_bytes=eager_bytes - graph_bytes,
     )
 

@@ -34,7 +34,7 @@ from fxmem.runtime.autocast import NOTHING, Autocast, casts_kept
 from fxmem.runtime.layout import View, Views, layout_error
 from fxmem.torch_private import TreeSpec, storage_key, tree_leaves, tree_map_only, tree_unflatten
 
-RandomStates = tuple[tuple[torch.device, torch.Tensor], ...]
+RandomStates = tuple[tuple[torch.device, torch.Tensor | tuple[int, int] | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +302,17 @@ _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, ty
 
 
 def stash_random_states(devices: Sequence[torch.device]) -> RandomStates:
-    """Return the states of ``devices``' default generators."""
-    return tuple([(d, torch.cuda.get_rng_state(d) if d.type == "cuda" else torch.get_rng_state()) for d in devices])
+    """Return the states of ``devices``' default generators: of CUDA's, which live on the host, seed and offset."""
+    return tuple([(d, _state_on_cuda(d) if d.type == "cuda" else torch.get_rng_state()) for d in devices])
+
+
+def _state_on_cuda(device: torch.device) -> tuple[int, int] | None:
+    """Return seed and offset; None for fakes on a device that is not there."""
+    generators = torch.cuda.default_generators
+    if not generators:
+        return None
+    generator = generators[torch.cuda.current_device() if device.index is None else device.index]
+    return generator.initial_seed(), generator.get_offset()
 
 
 _generators = threading.RLock()  # backwards on several devices run in several threads
@@ -333,7 +342,10 @@ class replayed:
 
 def _set_random_states(states: RandomStates) -> None:
     for device, state in states:
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
-        else:
+        if isinstance(state, torch.Tensor):
             torch.set_rng_state(state)
+        elif state is not None:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
+            generator.manual_seed(state[0])
+            generator.set_offset(state[1])

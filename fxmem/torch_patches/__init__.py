@@ -6,6 +6,7 @@ fails where a patch has no effect any more or is needed no longer. Callers keep 
 
 from fxmem.torch_patches.autograd import (
     as_in_training,
+    graphs_shown_to,
     in_batched_backward,
     outside_of_batch,
     without_cached_parametrizations,
@@ -21,8 +22,9 @@ from fxmem.torch_patches.calls import (
 )
 from fxmem.torch_patches.export import compiler_says_eager, nodes_shown_to, quiet, regions_left, tracing_answered_by
 from fxmem.torch_patches.fakes import grouped_matmuls, no_value_checks
-from fxmem.torch_patches.optimizers import fakes_for_each, for_each_on, steady_scaler
+from fxmem.torch_patches.optimizers import fakes_for_each, steady_scaler
 from fxmem.torch_patches.replacing import PATCHES
+from fxmem.torch_patches.stand_in import cuda_asked, cuda_for_fakes, kernels_on_cuda
 
 __all__ = [
     "PATCHES",
@@ -31,12 +33,15 @@ __all__ = [
     "batch_norms_by",
     "calls_told_to",
     "compiler_says_eager",
+    "cuda_asked",
+    "cuda_for_fakes",
     "fakes_for_each",
-    "for_each_on",
     "forward_hooks_exchanged",
     "function_applies_by",
+    "graphs_shown_to",
     "grouped_matmuls",
     "in_batched_backward",
+    "kernels_on_cuda",
     "no_value_checks",
     "nodes_shown_to",
     "outside_of_batch",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -102,3 +102,20 @@ def _unbatched() -> Iterator[None]:
         yield
     finally:
         torch._C._dispatch_tls_set_dispatch_key_included(_BATCHING, True)
+
+
+@patch
+@contextmanager
+def graphs_shown_to(show: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+    """Call ``show(roots)`` with the tensors or edges that each backward in the body starts from, before it runs.
+
+    Nothing public tells of a backward that begins. torch 2.11 to 2.15.
+    """
+    run = vars(torch.autograd)["_engine_run_backward"]
+
+    def shown(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        show(roots)
+        return run(roots, *args, **kwargs)
+
+    with replaced(torch.autograd, "_engine_run_backward", shown):
+        yield

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _foreach_supported_types
 
-from fxmem.torch_patches.replacing import patch, replaced
+from fxmem.torch_patches.replacing import patch
 from fxmem.torch_private import FakeTensor
 
 
@@ -28,19 +27,6 @@ def fakes_for_each() -> Iterator[None]:
         yield
     finally:
         types.remove(FakeTensor)
-
-
-@patch
-@contextmanager
-def for_each_on(device_type: str) -> Iterator[None]:
-    """Let the body's optimizers choose multi-tensor kernels on ``device_type`` too, as they do on CUDA.
-
-    For a step that runs on the CPU and is counted as CUDA's. torch 2.11 to 2.15.
-    """
-    optimizers = import_module("torch.optim.optimizer")
-    supported = vars(optimizers)["_get_foreach_kernels_supported_devices"]
-    with replaced(optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported(), device_type]):
-        yield
 
 
 @patch

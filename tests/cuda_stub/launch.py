@@ -1,6 +1,6 @@
 """Runs Python on the emulated device: ``python -m tests.cuda_stub.launch h100-80gb script.py ...`` (or ``-m module``).
 
-In: a device of ``fxmem.profiling.devices``, the stub as ``make test-cuda-stub`` builds it, the environment with the CUDA
+In: a device of ``fxmem.devices``, the stub as ``make test-cuda-stub`` builds it, the environment with the CUDA
 build of torch. Out: the process's own exit status.
 """
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fxmem.profiling.devices import DeviceModel, device_named
+from fxmem.devices import DeviceModel, device_named
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / os.environ.get("FXMEM_CUDA_VENV", ".venv-cuda") / "bin/python"

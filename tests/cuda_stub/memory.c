@@ -16,6 +16,8 @@
 #define READ_BACK_BYTES ((size_t)64 << 20) /* untouched pages read as zeros and cost nothing */
 #define PAGE_BYTES ((size_t)2 << 20)       /* the granularity of the driver's virtual memory */
 
+#define ARENA ((size_t)0x100000000000)
+
 struct region {
     char *address; /* as handed out */
     char *mapping; /* as mmap gave it, before alignment */
@@ -29,8 +31,16 @@ static struct region *regions;
 static size_t used_bytes, peak_bytes;
 
 static void *map_region(size_t nbytes, size_t alignment, int on_device) {
-    size_t mapped = nbytes + alignment;
-    char *mapping = mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    size_t mapped = (nbytes + alignment + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+    char *hint = NULL;
+    if (on_device) { /* as the driver does, at rising addresses: the caching allocator breaks ties by address */
+        static char *next = (char *)ARENA;
+        pthread_mutex_lock(&lock);
+        hint = next;
+        next += mapped;
+        pthread_mutex_unlock(&lock);
+    }
+    char *mapping = mmap(hint, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping == MAP_FAILED)
         return NULL;
     struct region *region = calloc(1, sizeof *region);

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fxmem.devices import DeviceModel, device_named
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.profiling.cuda_reduction import TensorRecord
 from fxmem.profiling.cuda_scratch import Scratch, has_rule, scratch_of
-from fxmem.profiling.devices import DeviceModel, device_named
 from fxmem.profiling.storage_tracker import StorageTracker
 from tests.cuda_stub.op_cases import Case, cases
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fxmem
-from fxmem.profiling.devices import DEVICES, device_named
+from fxmem.devices import DEVICES, device_named
 from tests.cuda_stub.launch import environment
 
 

@@ -13,7 +13,7 @@ from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import profile
 from fxmem.profiling.step_trace import trace_step
 from fxmem.profiling.training_step import TrainingStep, run_step
-from fxmem.profiling.verify import eager_peak_bytes
+from fxmem.profiling.verify import eager_step
 
 
 def _first_layer_only(model: nn.Module) -> torch.optim.Optimizer:
@@ -71,14 +71,9 @@ def test_what_was_seen_of_a_step_changes_no_allocation_of_the_next_run_even_wher
     assert (right.optimizer is None) == (scaled or name in ("forgetful", "with more"))
 
     def allocations(seen: RecordedStep | None) -> tuple[int, list[tuple[str, int]]]:
-        events: list[tuple[str, int]] = []
-        peak_bytes = eager_peak_bytes(
-            model, captured, inputs, step, lambda kind, _, nbytes: events.append((kind, nbytes)), seen
-        )
-        events = [event for event in events if event[1]]
-        while events[-1][0] == "free":  # what dies with the run
-            events.pop()
-        return peak_bytes, events
+        ran = eager_step(model, captured, inputs, step, seen)
+        noted = (*ran.events.present, *ran.events.state, *ran.events.step)
+        return ran.peak_bytes, [(kind, nbytes) for kind, _, nbytes in noted if nbytes]
 
     afresh = allocations(None)
     assert allocations(right) == afresh

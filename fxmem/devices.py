@@ -9,7 +9,7 @@ None of it was read off a device by this project yet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxmem.errors import InputError
 
@@ -31,11 +31,13 @@ class DeviceModel:
     bytes_per_second: float
     fp32_flops_per_second: float
     half_flops_per_second: float
+    resident_threads: int = 0
+    """Most threads of one SM, as the runtime tells; 0: as the capability has it."""
 
     @property
     def threads_per_sm(self) -> int:
         """Most resident threads of one SM."""
-        return _OF_CAPABILITY[self.capability][0]
+        return self.resident_threads or _OF_CAPABILITY[self.capability][0]
 
     @property
     def shared_per_sm_bytes(self) -> int:
@@ -62,13 +64,13 @@ DEVICES = {
         DeviceModel("h100-pcie", (9, 0), 114, 84929347584, 2.04e12, 51.2e12, 756e12),
         DeviceModel("h200", (9, 0), 132, int(139.8 * GIB), 4.8e12, 66.9e12, 989e12),
         DeviceModel("b200", (10, 0), 148, int(178.3 * GIB), 8.0e12, 80e12, 2250e12),
-        DeviceModel("a100-40gb", (8, 0), 108, 42298834944, 1.555e12, 19.5e12, 312e12),
         DeviceModel("a100-80gb", (8, 0), 108, 81049 << 20, 2.039e12, 19.5e12, 312e12),
+        DeviceModel("a100-40gb", (8, 0), 108, 42298834944, 1.555e12, 19.5e12, 312e12),
         DeviceModel("l4", (8, 9), 58, int(22.0 * GIB), 0.3e12, 30.3e12, 121e12),
         DeviceModel("l40s", (8, 9), 142, int(44.4 * GIB), 0.864e12, 91.6e12, 362e12),
         DeviceModel("a10g", (8, 6), 80, int(22.0 * GIB), 0.6e12, 31.5e12, 70e12),
-        DeviceModel("v100-16gb", (7, 0), 80, int(15.7 * GIB), 0.9e12, 15.7e12, 125e12),
         DeviceModel("v100-32gb", (7, 0), 80, int(31.7 * GIB), 0.9e12, 15.7e12, 125e12),
+        DeviceModel("v100-16gb", (7, 0), 80, int(15.7 * GIB), 0.9e12, 15.7e12, 125e12),
         DeviceModel("t4", (7, 5), 40, int(14.6 * GIB), 0.32e12, 8.1e12, 65e12),
         DeviceModel("rtx3090", (8, 6), 82, int(23.6 * GIB), 0.936e12, 35.6e12, 71e12),
         DeviceModel("rtx4090", (8, 9), 128, int(23.5 * GIB), 1.008e12, 82.6e12, 165e12),
@@ -79,8 +81,21 @@ DEVICES = {
 
 
 def device_named(name: str) -> DeviceModel:
-    """Return the GPU ``name``. Errors: ``InputError`` with the known names for one that is not known."""
-    known = DEVICES.get(name.lower())
+    """Return the GPU ``name``, or the first one that begins so: "h100" is "h100-80gb".
+
+    Errors: ``InputError`` with the known names for one that is not known.
+    """
+    known = next((device for key, device in DEVICES.items() if name and key.startswith(name.lower())), None)
     if known is None:
         raise InputError(f"no GPU is known as {name!r}; known are {', '.join(DEVICES)}")
     return known
+
+
+def device_like(
+    name: str, capability: tuple[int, int], num_sms: int, memory_bytes: int, threads_per_sm: int
+) -> DeviceModel:
+    """Return the GPU that a runtime describes so, with the rates of the nearest known one of its capability."""
+    peers = [d for d in DEVICES.values() if d.capability == capability] or list(DEVICES.values())
+    nearest = min(peers, key=lambda d: abs(d.num_sms - num_sms))
+    seen = replace(nearest, name=name, capability=capability, num_sms=num_sms, memory_bytes=memory_bytes)
+    return replace(seen, resident_threads=threads_per_sm)

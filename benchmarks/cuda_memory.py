@@ -1,0 +1,203 @@
+"""Predicted and measured memory of training steps on CUDA, eager and under budgets.
+
+Three commands, each writing one JSON file:
+
+- ``python -m benchmarks.cuda_memory predict DEVICE FILE``: what :func:`fxmem.estimate` says of each case for a GPU by name.
+  It needs no CUDA.
+- ``... measure DEVICE FILE``: what PyTorch's allocator says of the eager step. It runs on a CUDA device, or on the emulated
+  one: ``python -m tests.cuda_stub.launch DEVICE -m benchmarks.cuda_memory measure DEVICE FILE``.
+- ``... budgets DEVICE FILE``: trains each case under budgets at the floor and at 35 % and 75 % of the way from there to the
+  peak of the step as it is, with AdamW and SGD, and compares the peak with the budget.
+
+``... table PREDICTED MEASURED`` prints the two side by side. Options: ``--reserved``; ``--cases a,b``, names that contain
+one of these, in this order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxmem
+from benchmarks.cuda_cases import CASES, Case
+from benchmarks.results_file import machine
+
+SHARES = (0.0, 0.35, 0.75)
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Return the loss that every case is trained with."""
+    if isinstance(output, torch.Tensor):
+        return output.float().sum() if output.dim() else output
+    loss = getattr(output, "loss", None)
+    return output[0].float().sum() if loss is None else loss  # type: ignore[no-any-return]
+
+
+def step_of(case: Case, optimizer: Any, scaler: Any) -> fxmem.TrainingStep:
+    """Return the case's training step."""
+    return fxmem.TrainingStep(loss_fn=loss_of, optimizer=optimizer, autocast=case.autocast, scaler=scaler)
+
+
+def train(case: Case, model: nn.Module, batch: Any, optimizer: Any, scaler: Any, num_steps: int) -> None:
+    """Run some steps."""
+    args, kwargs = batch
+    for _ in range(num_steps):
+        with torch.autocast("cuda", case.autocast or torch.float16, enabled=case.autocast is not None):
+            output = model(*args, **kwargs)
+            loss = loss_of(output)
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        del output, loss
+
+
+def predicted(case: Case, device: str) -> dict[str, Any]:
+    """Return what the estimate says."""
+    model = case.build()
+    args, kwargs = case.inputs()
+    scaler = torch.amp.GradScaler("cuda") if case.scaled else None
+    estimate = fxmem.estimate(
+        model, args, kwargs, device=f"cuda:{device}", step=step_of(case, "adamw", scaler), cost="h100", plan_seconds=1
+    )
+    assert estimate.cuda is not None
+    return {"allocated": estimate.cuda.allocated_bytes, "reserved": estimate.cuda.reserved_bytes}
+
+
+def measured(case: Case) -> dict[str, Any]:
+    """Return what the allocator says of a step of the eager model in its steady state."""
+    model, batch, scaler = on_cuda(case)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return measured_step(case, model, batch, optimizer, scaler)
+
+
+def on_cuda(case: Case) -> tuple[nn.Module, Any, Any]:
+    """Return model, batch and scaler on the device, with nothing else there."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    model = case.build().cuda()
+    args, kwargs = case.inputs()
+    batch = tuple(a.cuda() for a in args), {name: t.cuda() for name, t in kwargs.items()}
+    return model, batch, torch.amp.GradScaler("cuda") if case.scaled else None
+
+
+def measured_step(case: Case, model: nn.Module, batch: Any, optimizer: Any, scaler: Any) -> dict[str, Any]:
+    torch.cuda.reset_peak_memory_stats()
+    train(case, model, batch, optimizer, scaler, 4)
+    stats = torch.cuda.memory_stats()
+    return {
+        "requested": stats["requested_bytes.all.peak"],
+        "allocated": stats["allocated_bytes.all.peak"],
+        "reserved": stats["reserved_bytes.all.peak"],
+    }
+
+
+def under_budgets(case: Case, reserved: bool) -> Iterator[dict[str, Any]]:
+    """Yield, for each optimizer and budget, what was planned and what was measured."""
+    for name, cls in OPTIMIZERS.items():
+        model, batch, scaler = on_cuda(case)
+        optimizer = cls(model.parameters(), lr=1e-3)
+        options: dict[str, Any] = {
+            "step": step_of(case, optimizer, scaler),
+            "cost": "h100",
+            "plan_seconds": 1.0,
+            "budget_of": "reserved" if reserved else "allocated",
+        }
+        estimate = fxmem.estimate(model, *batch, **options)
+        assert estimate.cuda is not None
+        whole = estimate.cuda.reserved_bytes if reserved else estimate.cuda.allocated_bytes
+        for share in SHARES:
+            budget = int(estimate.floor_bytes + share * (whole - estimate.floor_bytes))
+            yield {"optimizer": name, "share": share, "budget": budget} | _kept(
+                case, model, batch, optimizer, scaler, budget, options
+            )
+            optimizer.zero_grad()
+        del model, batch, optimizer, options, estimate
+
+
+def _kept(
+    case: Case, model: nn.Module, batch: Any, optimizer: Any, scaler: Any, budget: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    try:
+        optimized = fxmem.optimize(model, *batch, budget=budget, **options)
+    except fxmem.InfeasibleBudgetError as error:
+        return {"refused": str(error).splitlines()[0]}
+    report = optimized.fxmem.report
+    peaks = measured_step(case, optimized, batch, optimizer, scaler)
+    what = options["budget_of"]
+    return {
+        "planned": {"allocated": report.cuda.allocated_bytes, "reserved": report.cuda.reserved_bytes},
+        "measured": peaks,
+        "exceeded": peaks[what] > budget,
+    }
+
+
+def _each(cases: list[Case], of: Callable[[Case], Any], target: Path) -> None:
+    """Write what ``of`` says of each case, after each, so that a run that is cut short leaves what it had."""
+    results: dict[str, Any] = json.loads(target.read_text())["cases"] if target.exists() else {}
+    for case in cases:
+        if case.name in results:
+            continue
+        start = time.perf_counter()
+        try:
+            results[case.name] = of(case)
+        except Exception as error:
+            results[case.name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(
+            f"{case.name:40} {time.perf_counter() - start:6.1f} s  {json.dumps(results[case.name])[:300]}", flush=True
+        )
+        target.write_text(json.dumps({"machine": machine(), "cases": results}, indent=1) + "\n")
+
+
+def table(before: Path, after: Path) -> None:
+    """Print predicted and measured bytes side by side."""
+    predictions, measurements = (json.loads(path.read_text())["cases"] for path in (before, after))
+    for name in predictions:
+        one, other = predictions[name], measurements.get(name, {"error": "not measured"})
+        if "error" in one or "error" in other:
+            print(f"{name:40} {one.get('error', '')[:60]} | {other.get('error', '')[:60]}")
+            continue
+        shares = (100 * (one[key] / other[key] - 1) for key in ("allocated", "reserved"))
+        print(f"{name:40} {one['allocated']:>14,} {other['allocated']:>14,}" + "".join(f" {s:+8.3f} %" for s in shares))
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("command", choices=("predict", "measure", "budgets", "table"))
+    parser.add_argument("device", help="a GPU by name; of table: the predicted file")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--cases", default="")
+    parser.add_argument("--reserved", action="store_true")
+    given = parser.parse_args(arguments)
+    parts = given.cases.split(",")
+    cases = list(dict.fromkeys(case for part in parts for case in CASES.values() if part in case.name))
+    if given.command == "table":
+        table(Path(given.device), given.file)
+    elif given.command == "predict":
+        _each(cases, lambda case: predicted(case, given.device), given.file)
+    elif given.command == "measure":
+        _each(cases, measured, given.file)
+    else:
+        _each(cases, lambda case: list(under_budgets(case, given.reserved)), given.file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

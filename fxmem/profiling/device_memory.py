@@ -1,0 +1,92 @@
+"""What a step's storages weigh on the device that it runs on, and what its ops take inside.
+
+On the CPU a storage weighs its bytes. On CUDA it weighs what PyTorch's caching allocator counts as allocated, storages on
+other devices weigh nothing (an optimizer's step counters lie on the CPU), and ops take scratch and libraries
+workspaces that no fake tensor shows (:mod:`fxmem.profiling.cuda_scratch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxmem.devices import DeviceModel
+from fxmem.fake.stand_in import cuda_model
+from fxmem.profiling import cuda_scratch_attention  # noqa: F401  (its rules)
+from fxmem.profiling.caching_allocator import cublas_workspace_bytes, rounded
+from fxmem.profiling.cuda_reduction import TensorRecord
+from fxmem.profiling.cuda_scratch import has_rule, scratch_of, uses_cublas
+from fxmem.torch_private import schema_of
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What one call of an op takes beside its inputs and results while it runs."""
+
+    blocks: tuple[int, ...] = ()
+    """Bytes of each allocation."""
+    uses_library: bool = False
+    """Whether it runs in cuBLAS, which keeps a workspace for each thread that ever used it."""
+
+
+_NOTHING = Inside()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The rules of one device; ``model`` is None for storages that weigh their bytes wherever they are."""
+
+    model: DeviceModel | None = None
+
+    @staticmethod
+    def of(devices: Iterable[torch.device]) -> DeviceMemory:
+        """Return the rules for a step on ``devices``: those of CUDA if one of them is CUDA."""
+        device = next((d for d in devices if d.type == "cuda"), None)
+        return EVERYWHERE if device is None else DeviceMemory(cuda_model(device))
+
+    def weight(self, device_type: str, nbytes: int) -> int:
+        """Return what a storage of ``nbytes`` counts."""
+        if self.model is None:
+            return nbytes
+        return rounded(nbytes) if nbytes and device_type == "cuda" else 0
+
+    def inside(self, func: Any, args: Any, kwargs: Any) -> Inside:
+        """Return what a dispatched op takes inside."""
+        name = func.overloadpacket.__name__
+        if self.model is None or not has_rule(name) or not _is_on_cuda(args):
+            return _NOTHING
+        scratch = scratch_of(name, _by_name(func, args, kwargs), self.model)
+        return Inside(tuple(map(rounded, scratch.blocks)), uses_cublas(name))
+
+    def workspaces(self, num_threads: int) -> tuple[int, ...]:
+        """Return the bytes of cuBLAS's workspaces, one for each thread."""
+        if self.model is None:
+            return ()
+        nbytes = cublas_workspace_bytes(self.model.capability)
+        return (nbytes,) * num_threads if nbytes else ()
+
+
+EVERYWHERE = DeviceMemory()
+
+
+def _is_on_cuda(args: Any) -> bool:
+    return any(isinstance(a, torch.Tensor) and a.device.type == "cuda" for a in args)
+
+
+def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by the names of the op's schema, tensors as plain data."""
+    declared = schema_of(func).arguments
+    given = {a.name: a.default_value for a in declared if a.has_default_value()}
+    given |= {a.name: value for a, value in zip(declared, args, strict=False)} | dict(kwargs)
+    return {name: _plain(value) for name, value in given.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorRecord(tuple(value.shape), tuple(value.stride()), str(value.dtype).removeprefix("torch."))
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,70 @@
+"""What autograd writes in place where nothing watches, and not under a dispatch mode or on fakes.
+
+Autograd adds a gradient into the one it has if nothing else holds that, and some formulas fill the zeros they have just
+made; a mode or a tensor subclass makes both write a new tensor instead, so that what is tracked would be one gradient
+too many (torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``; FunctionsManual.cpp,
+``areAnyTensorSubclassLike``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxmem.op_facts.kinds import InPlaceInBackward
+from fxmem.op_facts.lookup import by_op
+from fxmem.torch_private import ALONE_IN_DISPATCH, current_backward_node, holders_of, sequence_of
+
+_ADD = torch.ops.aten.add.Tensor
+_BY_OP = by_op(InPlaceInBackward)
+
+
+class UnwatchedWrites:
+    """Tells which ops of a backward are done in place where no mode is on. It is shown each graph that is run."""
+
+    def __init__(self) -> None:
+        self._applied: int | None = None
+        """The node that has made its gradients: what runs until the next one adds them to those that were there."""
+
+    def show(self, roots: Sequence[Any]) -> None:
+        """Watch the nodes of the graph that a backward from ``roots`` runs."""
+        pending = [node for root in roots if (node := getattr(root, "grad_fn", None) or getattr(root, "node", None))]
+        known = set(pending)
+        while pending:
+            node = pending.pop()
+            number = sequence_of(node)
+            if number is not None:
+                node.register_hook(lambda *_, number=number: self._note(number))
+            for following, _ in node.next_functions:
+                if following is not None and following not in known:
+                    known.add(following)
+                    pending.append(following)
+
+    def _note(self, number: int) -> None:
+        self._applied = number
+
+    def includes(self, func: Any, args: Any) -> bool:
+        """True if ``func``, about to run on ``args``, is one: its first argument is written over."""
+        fact = _BY_OP.get(func)
+        if (func is not _ADD and fact is None) or torch.is_grad_enabled():
+            return False
+        node: Any = current_backward_node()
+        if node is None or not isinstance(args[0], torch.Tensor):
+            return False
+        if fact is not None:
+            return node.name() in fact.nodes and holders_of(args[0])[1] == ALONE_IN_DISPATCH[1]
+        summed = sequence_of(node) == self._applied and args[0].layout is torch.strided
+        return summed and holders_of(args[0]) == ALONE_IN_DISPATCH and _is_dense(args[0])
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if no element of its memory is left out or shared."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
