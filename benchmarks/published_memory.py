@@ -136,8 +136,8 @@ def eager_peaks(model: nn.Module, args: tuple[Any, ...], device: str, step: Trai
     inputs = example_of(model, args, None)
     world = FakeWorld(inputs.leaves, torch.device("cuda"), moved=True)
     inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
-    bare = cast(CaptureGraph, _Uncaptured(tuple(model.parameters()), region_of_step(model, step, "cuda")))
     with as_in_training(), standing_in(device_named(device)), world.state_of(model):
+        bare = cast(CaptureGraph, _Uncaptured(tuple(model.parameters()), region_of_step(model, step, "cuda")))
         return eager_step(model, bare, inputs, step).events.peaks()
 
 
