@@ -226,8 +226,12 @@ class StepEvents:
         """Yield what a process allocates that puts model and batch on the device and trains some steps."""
         yield from self.present
         own = {key for kind, key, _ in self.step if kind == "alloc"}
+        freed = {key for kind, key, _ in self.step if kind == "free"}
+        anew = [(key, nbytes) for kind, key, nbytes in self.present if kind == "alloc" and key in freed]
+        own |= {key for key, _ in anew}  # gradients: earlier micro-batches of every step make them
         keys_per_step = 1 + max((key for _, key, _ in (*self.present, *self.state, *self.step)), default=0)
         for number in range(num_steps):
+            yield from (("alloc", key + number * keys_per_step, nbytes) for key, nbytes in anew if number)
             for place, (kind, key, nbytes) in enumerate(self.step):
                 if number == 0:
                     yield from self._new_at(place)
