@@ -25,7 +25,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from benchmarks.published_memory_models import build
+from benchmarks.published_memory_models import AdamOfTorch20, build
 from benchmarks.results_file import RESULTS, ROOT, machine
 from fxmem.api.arguments import example_of, region_of_step
 from fxmem.capture.graph import CaptureGraph, Inputs
@@ -148,6 +148,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
         "sgd": lambda p, **how: torch.optim.SGD(p, lr=0.1, **how),
         "sgd momentum": lambda p, **how: torch.optim.SGD(p, lr=0.1, momentum=0.9, **how),
         "adam": torch.optim.Adam,
+        "adam of torch 2.0": AdamOfTorch20,
         "adamw": torch.optim.AdamW,
         "adafactor": torch.optim.Adafactor,
     }
@@ -175,7 +176,7 @@ def predict(point: Point) -> Outcome:
             model = build(point.model, point.options | _checkpointing(point), DTYPES[point.dtype])
             batch = batch_of(point)
         step = TrainingStep(
-            loss_fn=lambda loss: loss,
+            loss_fn=lambda output: output[0] if isinstance(output, tuple) else output,
             optimizer=optimizer_of(point.optimizer, model),
             autocast=DTYPES[point.autocast] if point.autocast else None,
             accumulate=point.accumulate,

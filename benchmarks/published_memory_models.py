@@ -1,7 +1,7 @@
 """Models whose training memory others have published, built from their configurations on the default device.
 
 In: a name such as ``timm/resnet50`` and options of the model. Out: a module that takes a batch and targets and returns the
-loss, so that outputs die where the measured code lets them die. Nothing is downloaded. The two decoders below are written
+loss, and the output where the measured code holds it through the backward. Nothing is downloaded. The two decoders below are written
 for this benchmark: they do op by op what the sources describe, since libraries of today do it in other ops.
 """
 
@@ -36,14 +36,15 @@ class WithLoss(nn.Module):
 
 
 class OwnLoss(nn.Module):
-    """A model of transformers, which returns its loss."""
+    """A model of transformers, which returns its loss. The logits stay."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Tensor, targets: Tensor) -> Tensor:
-        return self.model(input_ids=batch, labels=targets).loss  # type: ignore[no-any-return]
+    def forward(self, batch: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        output = self.model(input_ids=batch, labels=targets)
+        return output.loss, output.logits
 
 
 # -- GPT-2's size, from plain ops to PyTorch's own --------------------------------------------------------------------------
@@ -250,7 +251,7 @@ class _Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.endswith(("down", "up")))
 
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         x, length = self.words(ids), ids.shape[1]
         for block in self.blocks:
             x = block(x, self.cos[:length], self.sin[:length])
@@ -259,7 +260,33 @@ class _Decoder(nn.Module):
             F.cross_entropy(part.reshape(-1, self.of.words), target.reshape(-1), reduction="none")
             for part, target in zip(logits, targets.split(self.of.chunk, 1), strict=True)
         ]
-        return torch.cat(losses).mean()
+        return torch.cat(losses).mean(), *logits
+
+
+# -- an optimizer of before ---------------------------------------------------------------------------------------------
+
+
+class AdamOfTorch20(torch.optim.Optimizer):
+    """Adam over all parameters at once as torch 2.0 and 2.1 step it: the denominator is a tensor of its own."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p in held:
+            if not self.state[p]:
+                self.state[p] = {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
+        with torch.no_grad():
+            grads = [p.grad for p in held]
+            means, squares = ([self.state[p][name] for p in held] for name in ("mean", "square"))
+            torch._foreach_lerp_(means, grads, 0.1)
+            torch._foreach_mul_(squares, 0.999)
+            torch._foreach_addcmul_(squares, grads, grads, 0.001)
+            roots = torch._foreach_sqrt(squares)
+            torch._foreach_div_(roots, 1.0)
+            sums = torch._foreach_add(roots, 1e-8)
+            torch._foreach_addcdiv_(held, means, sums, -1e-3)
 
 
 # -- by name ------------------------------------------------------------------------------------------------------------
