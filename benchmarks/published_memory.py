@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -258,7 +259,7 @@ def _spread(shares: dict[str, float]) -> dict[str, Any]:
 
 def save(results: Sequence[Outcome], path: Path) -> None:
     """Write machine, versions, summary and one row a point."""
-    versions = {name: _version(name) for name in ("timm", "torchvision", "transformers")}
+    versions = {name: version(name) for name in ("timm", "torchvision", "transformers")}
     rows = [
         {
             "point": r.point.name,
@@ -282,10 +283,27 @@ def save(results: Sequence[Outcome], path: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _version(name: str) -> str:
-    from importlib.metadata import version
+def told(path: Path = PATH) -> str:
+    """Return what the last run found, in a paragraph."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    found, facts = results["summary"], results["machine"]
+    brackets = found["brackets"]
 
-    return version(name)
+    def spread(family: str) -> str:
+        row = found[family]
+        return (
+            f"{row['points']} figures of {family}s: {row['median of sizes %']:.1f} % in the median, {row['within 3 %']} "
+            f"within 3 %, at worst {row['worst %']:+.1f} % ({row['worst at']})"
+        )
+
+    return (
+        f"GPU peaks that others measured and published, beside what fxmem predicts without a GPU "
+        f"(`python -m benchmarks.published_memory`, torch {facts['torch']}, {facts['date']}): {found['points']} points from "
+        f"{len(load()[0])} sources, {found['not predicted']} of them not predicted (8-bit optimizers, torch.compile). "
+        f"{spread('transformer')}. {spread('convnet')}: cuDNN's workspaces are not modelled. Of {brackets['points']} "
+        f"batches that fit a card or do not, {brackets['consistent']} agree and {brackets['explained']} differ for a known "
+        "reason. Sources, readings and assumptions: `benchmarks/data/published_memory.json`."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from fxmem.pipeline import emit_within_budget, frontier_of, profile_for_short_me
 from fxmem.profiling.caching_allocator import (
     Allocation,
     CachingAllocator,
+    StepEvents,
     allocator_peaks,
     cublas_workspace_bytes,
     rounded,
@@ -293,3 +294,12 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def test_gradients_of_earlier_micro_batches_are_there_in_every_step() -> None:
+    """A weight and a gradient are there; the step makes and frees 4 MiB, then the optimizer frees the gradient. Its state,
+    which the first step ends with, meets the gradient in the second."""
+    step: tuple[Allocation, ...] = (("alloc", 3, 4 * MIB), ("free", 3, 0), ("free", 1, 0))
+    present: tuple[Allocation, ...] = (("alloc", 0, 2 * MIB), ("alloc", 1, 2 * MIB))
+    events = StepEvents(present, (("alloc", 2, 2 * MIB),), step, optimizer_at=2)
+    assert events.peaks().allocated_bytes == 10 * MIB
