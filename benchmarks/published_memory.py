@@ -197,9 +197,8 @@ def _checkpointing(point: Point) -> dict[str, Any]:
 
 
 def outcomes(points: Sequence[Point]) -> Iterator[Outcome]:
-    """Yield each point's outcome; steps that are the same are predicted once."""
-    for point in points:
-        yield predict(point)
+    """Yield each point's outcome."""
+    yield from map(predict, points)
 
 
 def line(outcome: Outcome) -> tuple[str, ...]:
@@ -240,6 +239,7 @@ def summary(results: Sequence[Outcome]) -> dict[str, Any]:
     told["brackets"] = {
         "points": len(brackets),
         "consistent": sum(r.verdict != "differs" for r in brackets),
+        "of these between": sum("between" in r.verdict for r in brackets),
         "explained": sum(r.verdict == "differs" and bool(r.point.explained) for r in brackets),
     }
     return told
@@ -298,11 +298,12 @@ def told(path: Path = PATH) -> str:
 
     return (
         f"GPU peaks that others measured and published, beside what fxmem predicts without a GPU "
-        f"(`python -m benchmarks.published_memory`, torch {facts['torch']}, {facts['date']}): {found['points']} points from "
-        f"{len(load()[0])} sources, {found['not predicted']} of them not predicted (8-bit optimizers, torch.compile). "
+        f"(`python -m benchmarks.published_memory`, torch {facts['torch']}, {facts['date']}): {found['points']} points "
+        f"from {len(load()[0])} sources, {found['not predicted']} of them not predicted (8-bit optimizers, torch.compile). "
         f"{spread('transformer')}. {spread('convnet')}: cuDNN's workspaces are not modelled. Of {brackets['points']} "
-        f"batches that fit a card or do not, {brackets['consistent']} agree and {brackets['explained']} differ for a known "
-        "reason. Sources, readings and assumptions: `benchmarks/data/published_memory.json`."
+        f"batches that fit a card or do not, {brackets['consistent']} agree; at {brackets['of these between']} of them the "
+        "card lies between allocated and reserved bytes, which says neither. Sources, readings and "
+        "assumptions: `benchmarks/data/published_memory.json`."
     )
 
 

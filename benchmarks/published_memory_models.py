@@ -1,8 +1,8 @@
 """Models whose training memory others have published, built from their configurations on the default device.
 
 In: a name such as ``timm/resnet50`` and options of the model. Out: a module that takes a batch and targets and returns the
-loss, and the output where the measured code holds it through the backward. Nothing is downloaded. The two decoders below are written
-for this benchmark: they do op by op what the sources describe, since libraries of today do it in other ops.
+loss, and the output where the measured code holds it through the backward. Nothing is downloaded. The two decoders below
+are written for this benchmark: they do op by op what the sources describe, since libraries of today do it in other ops.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OwnLoss(nn.Module):
         return output.loss, output.logits
 
 
-# -- GPT-2's size, from plain ops to PyTorch's own --------------------------------------------------------------------------
+# -- GPT-2's size, from plain ops to PyTorch's own ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,10 @@ class _PlainGPT(nn.Module):
         super().__init__()
         self.words, self.places = nn.Embedding(of.words, of.width), nn.Embedding(of.context, of.width)
         self.dropout, self.blocks = nn.Dropout(of.dropout), nn.Sequential(*(_PlainBlock(of) for _ in range(of.layers)))
-        self.norm, self.head = (nn.LayerNorm if of.native else _Norm)(of.width), nn.Linear(of.width, of.words, bias=False)
+        self.norm, self.head = (
+            (nn.LayerNorm if of.native else _Norm)(of.width),
+            nn.Linear(of.width, of.words, bias=False),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
@@ -335,5 +338,5 @@ _FAMILIES: dict[str, Callable[[str, dict[str, Any]], nn.Module]] = {
 def build(name: str, options: dict[str, Any], dtype: torch.dtype | None = None) -> nn.Module:
     """Return the model called ``name``, in training mode. Errors: ``KeyError`` for a family that is not known."""
     family, _, own = name.partition("/")
-    model = _FAMILIES.get(name, _FAMILIES.get(family, None) or _FAMILIES[name])(own, options).train()
+    model = (_FAMILIES.get(name) or _FAMILIES[family])(own, options).train()
     return model if dtype is None else model.to(dtype)
