@@ -9,8 +9,8 @@ Three commands, each writing one JSON file:
 - ``... budgets DEVICE FILE``: trains each case under budgets at the floor and at 35 % and 75 % of the way from there to the
   peak of the step as it is, with AdamW and SGD, and compares the peak with the budget.
 
-``... table PREDICTED MEASURED`` prints the two side by side. Options: ``--cases a,b`` (names that contain one of these),
-``--reserved``.
+``... table PREDICTED MEASURED`` prints the two side by side. Options: ``--reserved``; ``--cases a,b``, names that contain
+one of these, in this order.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--cases", default="")
     parser.add_argument("--reserved", action="store_true")
     given = parser.parse_args(arguments)
-    cases = [case for case in CASES.values() if any(part in case.name for part in given.cases.split(","))]
+    parts = given.cases.split(",")
+    cases = list(dict.fromkeys(case for part in parts for case in CASES.values() if part in case.name))
     if given.command == "table":
         table(Path(given.device), given.file)
     elif given.command == "predict":

@@ -90,7 +90,9 @@ def compile_model(
         emitted.verification,
         budget_bytes=settings.budget_bytes,
         eager_peak_bytes=eager.peak_bytes,
-        least_bytes=floor_bytes(profiled, context, planned.points) if planned else UnplannedFloor.of(graph, context),
+        least_bytes=floor_bytes(profiled, context, planned.points, emitted)
+        if planned
+        else UnplannedFloor.of(graph, context),
         peak_step=emitted.timeline.peak_step,
         bound_seconds=lower_bound(
             profiled.profile, settings.budget_bytes or emitted.point.peak_bytes, emitted.point.recompute_seconds
@@ -133,23 +135,33 @@ def frontier_of(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoin
     return pareto(enforce(constrained, pareto((_keep_all(profile), *points)), recomputed))
 
 
-def floor_bytes(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> int:
-    """Return the least budget that can be kept."""
+def least_of(points: Sequence[FrontierPoint]) -> FrontierPoint:
+    """Return the point of the least peak."""
+    return min(points, key=lambda point: point.peak_bytes)
+
+
+def floor_bytes(
+    profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint], emitted: Emitted | None = None
+) -> int:
+    """Return the least budget that can be kept by one of ``points``; ``emitted``: one of them, if it is there already."""
+    least = least_of(points)
     if not _is_on_cuda(profiled):
-        return points[-1].peak_bytes
-    return emit_least(profiled, context, points).bound_bytes
+        return least.peak_bytes
+    if emitted is None or emitted.point is not least:
+        emitted = _emit(profiled, context, least)
+    return emitted.bound_bytes
 
 
-def least_peak_bytes(profile: GraphProfile, settings: Settings, planned: list[Planned], budget_bytes: int) -> int:
-    """Return the least peak of a plan, or that of any plan of an earlier size that is within the budget.
-
-    ``planned``: sizes of the same graph, to which this one is added if it had to be planned for.
-    """
+def least_bytes_within(profiled: Profiled, context: CompileContext, planned: list[Planned], budget_bytes: int) -> int:
+    """Return the least budget that a plan of an earlier size can keep, if that is within ``budget_bytes``; else that of any
+    plan. ``planned``: sizes of the same graph, to which this one is added if it had to be planned for."""
+    profile, settings = profiled.profile, context.settings
     points = carried_over(profile, of_same_graph(profile, planned)[:1], settings.policy)
-    if cheapest_within(points, budget_bytes) is None:
-        points = frontier_of(profile, settings)
-        planned.append(Planned(profile, points))
-    return min(point.peak_bytes for point in points)
+    if points and (least_bytes := floor_bytes(profiled, context, points)) <= budget_bytes:
+        return least_bytes
+    points = frontier_of(profile, settings)
+    planned.append(Planned(profile, points))
+    return floor_bytes(profiled, context, points)
 
 
 def _keep_all(profile: GraphProfile) -> FrontierPoint:
@@ -204,7 +216,7 @@ class Emitted:
     cuda: AllocatorPeaks | None
     """On CUDA: what the caching allocator makes of the step."""
     bound_bytes: int
-    """What a budget bounds: the verified peak; on CUDA the peak of allocated or of reserved bytes, as is asked for."""
+    """What a budget bounds (:func:`bound_bytes`)."""
 
 
 def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | None:
@@ -236,15 +248,13 @@ def emit_taken_over(
 def emit_within_budget(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted:
     """Emit the cheapest point whose *verified* peak is within the budget. Errors: ``InfeasibleBudgetError``."""
     emitted = _emit_cheapest(profiled, context, points)
-    if emitted is None:
-        assert context.settings.budget_bytes is not None
-        raise _infeasible(profiled.profile, emit_least(profiled, context, points), context.settings.budget_bytes)
+    if emitted is None:  # what comes on top of a planned peak differs from point to point: the least may fit still
+        emitted = _emit(profiled, context, least_of(points))
+        budget_bytes = context.settings.budget_bytes
+        assert budget_bytes is not None
+        if emitted.bound_bytes > budget_bytes:
+            raise _infeasible(profiled.profile, emitted, budget_bytes)
     return emitted
-
-
-def emit_least(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted:
-    """Emit the point of the least peak."""
-    return _emit(profiled, context, min(points, key=lambda point: point.peak_bytes))
 
 
 def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
@@ -267,11 +277,15 @@ def _emit(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> 
     step = context.settings.step
     verification, events = verify(graph_module, profiled.captured, context.inputs, timeline, step, profiled.seen)
     cuda = events.peaks() if _is_on_cuda(profiled) else None
-    bound_bytes = verification.verified_bytes
-    if cuda is not None:
-        reserved = context.settings.budget_of == "reserved"
-        bound_bytes = cuda.reserved_bytes if reserved else cuda.allocated_bytes
-    return Emitted(point, timeline, graph_module, verification, cuda, bound_bytes)
+    bound = bound_bytes(verification.verified_bytes, cuda, context.settings)
+    return Emitted(point, timeline, graph_module, verification, cuda, bound)
+
+
+def bound_bytes(peak_bytes: int, cuda: AllocatorPeaks | None, settings: Settings) -> int:
+    """Return what a budget bounds of a step: its peak; on CUDA allocated or reserved bytes, as is asked for."""
+    if cuda is None:
+        return peak_bytes
+    return cuda.reserved_bytes if settings.budget_of == "reserved" else cuda.allocated_bytes
 
 
 def _is_on_cuda(profiled: Profiled) -> bool:

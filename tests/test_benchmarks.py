@@ -1,12 +1,13 @@
 """The benchmarks' own arithmetic, and that what they compare is what they say."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import compare, cuda_suite, models, published
+from benchmarks import compare, cuda_suite, first_gpu, models, published
 from benchmarks.measure import Row, largest_relative_error, measure, quartiles
 from benchmarks.results_file import RESULTS, load_rows, save_rows
 from benchmarks.ways import EAGER, NO_RECOMPUTE, Way, peers
@@ -59,6 +60,10 @@ def test_a_lost_gradient_counts_as_wrong_and_equal_bits_as_zero() -> None:
     gradient = {"w": torch.ones(3)}
     assert largest_relative_error(gradient, {"w": torch.ones(3)}) == 0
     assert largest_relative_error(gradient, {}) == 1
+    zero = {"w": torch.zeros(3)}
+    assert largest_relative_error(zero, {"w": torch.zeros(3)}) == 0
+    assert largest_relative_error(zero, gradient) == 1
+    assert largest_relative_error({}, gradient) == 0
     assert largest_relative_error(gradient, {"w": 2 * torch.ones(3)}) == pytest.approx(1)
 
 
@@ -145,3 +150,43 @@ def test_committed_results_name_no_host_and_all_predictions_are_exact() -> None:
 def test_without_a_gpu_the_gpu_suite_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert cuda_suite.main([]) == 0
     assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_the_gpu_suite_takes_the_first_three_models_that_are_not_done(tmp_path: Path) -> None:
+    results = tmp_path / "compare_gpu.json"
+    assert cuda_suite.next_models(results) == cuda_suite.MODELS[:3]
+    save_rows(results, [Row(cuda_suite.MODELS[1], cuda_suite.LAST_WAY, "fxmem")])
+    assert cuda_suite.next_models(results) == (cuda_suite.MODELS[0], *cuda_suite.MODELS[2:4])
+    with pytest.raises(SystemExit):
+        cuda_suite.main(["--models", *cuda_suite.MODELS[:4]])
+
+
+def test_the_first_run_on_a_gpu_has_fourteen_measurements_in_eight_minutes() -> None:
+    assert sorted({m.number for m in first_gpu.PLAN}) == list(range(1, 15))
+    assert first_gpu.MOST_SECONDS == 480
+    assert sum(m.limit_seconds for m in first_gpu.PLAN if m.name != "suite") <= first_gpu.MOST_SECONDS
+
+
+def test_a_measurement_that_is_cut_short_leaves_its_whole_rows_and_the_later_of_two(tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    assert first_gpu._rows(rows) == []
+    rows.write_text('{"what": "a", "real": 1}\n{"what": "a", "real": 1, "predicted": 2}\n{"what": "b", "re')
+    assert first_gpu._rows(rows) == [{"what": "a", "real": 1, "predicted": 2}]
+
+
+def test_the_table_of_the_first_run_shows_what_the_emulated_device_said(tmp_path: Path) -> None:
+    def results(real: int) -> dict[str, Any]:
+        rows = [{"what": "a sum", "predicted": 1000, "real": real}]
+        return {"measurements": {"3 sums": {"ended": "done", "seconds": 1.0, "rows": rows}}}
+
+    line = first_gpu.table(results(1100), results(1000)).splitlines()[-1]
+    assert line.split() == ["a", "sum", "1,000", "1,000", "1,100", "-9.09", "%"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
+def test_a_measurement_that_fails_or_takes_too_long_says_so() -> None:
+    failed = first_gpu.run(first_gpu.Measurement(3, "sums", 60), 60)
+    assert failed["ended"] == "failed with 1"
+    assert "no CUDA device" in failed["said"]
+    assert first_gpu.run(first_gpu.Measurement(3, "sums", 1), 0.5)["ended"] == "cut short after 0 s"

@@ -73,6 +73,7 @@ def test_a_function_that_no_row_names_is_no_op_of_fxmems() -> None:
 CALLED_BY_ANOTHER_NAME = {
     ("profiling/storage_tracker.py", "torch.ops.aten._indices.default"),  # the parts of a sparse tensor are asked for
     ("profiling/storage_tracker.py", "torch.ops.aten._values.default"),
+    ("profiling/unwatched_writes.py", "torch.ops.aten.add.Tensor"),  # how autograd's engine adds gradients
 }
 """Ops that are named in one place and called in another, not decided about."""
 OP = re.compile(r"(torch\.ops\.\w+|aten|prim)\.\w+(\.\w+)?")

@@ -7,33 +7,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxmem import torch_patches as patches
-from fxmem.fake.fake_tensors import ScalarReads
 from fxmem.torch_private import OpOverload
-
-Canary = Callable[[bool], object]
-"""Called with whether the patch is on; returns what is then seen."""
-
-CANARIES: dict[str, tuple[Canary, object, object]] = {}
-"""By patch: its canary, what is seen with the patch, and what without."""
-
-
-def canary(*, patched: object, plain: object) -> Callable[[Canary], Canary]:
-    def put(function: Canary) -> Canary:
-        CANARIES[function.__name__] = (function, patched, plain)
-        return function
-
-    return put
+from tests import canaries_of_fakes  # noqa: F401  (its canaries)
+from tests.canaries import CANARIES, canary, exported, outcome
 
 
 @pytest.mark.parametrize("name", sorted(patches.PATCHES))
@@ -48,32 +33,6 @@ def test_a_patch_has_its_effect_and_is_needed(name: str) -> None:
 
 def test_no_canary_is_left_over() -> None:
     assert CANARIES.keys() == patches.PATCHES.keys()
-
-
-def _ops_of(run: Callable[[], object]) -> set[str]:
-    """Return the names of the ops that ``run`` dispatches."""
-    names: set[str] = set()
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.add(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Names():
-        run()
-    return names
-
-
-def _exported(module: nn.Module, *args: Any) -> fx.GraphModule:
-    return torch.export.export(module, args, strict=False).module(check_guards=False)
-
-
-def _outcome(run: Callable[[], object]) -> object:
-    """Return what ``run`` returns, or "raises"."""
-    try:
-        return run()
-    except Exception:
-        return "raises"
 
 
 class _Calls(nn.Module):
@@ -155,7 +114,7 @@ def outside_of_batch(on: bool) -> object:
 
     x = torch.ones(2, requires_grad=True)
     y = Drops.apply(x)
-    return _outcome(lambda: torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True) and "ran")
+    return outcome(lambda: torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True) and "ran")
 
 
 # -- torch.export --------------------------------------------------------------------------------------------------------
@@ -172,7 +131,7 @@ def regions_left(on: bool) -> object:
             return x @ y
 
     with patches.regions_left() if on else nullcontext():
-        nodes = list(_exported(_Calls(forward), torch.ones(2, 2)).graph.nodes)
+        nodes = list(exported(_Calls(forward), torch.ones(2, 2)).graph.nodes)
     names = [getattr(node.target, "__name__", "") for node in nodes]
     caches = [node.args[3] for node, name in zip(nodes, names, strict=True) if name == "_enter_autocast"]
     return "_set_grad_enabled" in names, "_enter_autocast" in names, caches
@@ -187,7 +146,7 @@ def compiler_says_eager(on: bool) -> object:
         model = _Calls(lambda x, asks=asks: x.cos() if asks() else x.sin())
         with patches.compiler_says_eager() if on else nullcontext(lambda: None) as begin:
             model.register_forward_pre_hook(lambda *_, begin=begin: begin())
-            graph = _exported(model, torch.ones(2)).graph
+            graph = exported(model, torch.ones(2)).graph
         ways += [node.target.overloadpacket.__name__ for node in graph.nodes if isinstance(node.target, OpOverload)]
     return ways
 
@@ -218,7 +177,7 @@ def nodes_shown_to(on: bool) -> object:
             seen.append(torch.backends.cudnn.benchmark)
 
     with patches.nodes_shown_to(look) if on else nullcontext():
-        _exported(_Calls(forward), torch.ones(2))
+        exported(_Calls(forward), torch.ones(2))
     return seen
 
 
@@ -230,79 +189,19 @@ def quiet(on: bool) -> object:
 
     said = io.StringIO()
     with redirect_stderr(said), patches.quiet() if on else nullcontext():
-        _outcome(lambda: _exported(_Calls(lambda x: x if x.sum() > 0 else -x), torch.ones(2)))
+        outcome(lambda: exported(_Calls(lambda x: x if x.sum() > 0 else -x), torch.ones(2)))
     return bool(said.getvalue())
 
 
-# -- fakes ---------------------------------------------------------------------------------------------------------------
-
-
-@canary(patched=torch.float32, plain="raises")
-def grouped_matmuls(on: bool) -> object:
-    """Dtype of a fake grouped matmul in float32."""
-
-    def run() -> object:
-        with FakeTensorMode(), patches.grouped_matmuls() if on else nullcontext():
-            ends, width = torch.empty(2, dtype=torch.int32), 16 if on else 32  # fakes remember what they made
-            return torch.ops.aten._grouped_mm(torch.empty(8, width), torch.empty(2, width, 16), ends).dtype
-
-    return _outcome(run)
-
-
-@canary(patched="made", plain="raises")
-def no_value_checks(on: bool) -> object:
-    """Whether a distribution can be made of fakes."""
-
-    def run() -> object:
-        with FakeTensorMode(), patches.no_value_checks() if on else nullcontext():
-            torch.distributions.Normal(torch.zeros(2), torch.ones(2))
-        return "made"
-
-    with mock.patch.object(torch.distributions.Distribution, "_validate_args", True):  # dynamo sets it for good
-        return _outcome(run)
-
-
-def _for_each(parameter: torch.Tensor) -> bool:
-    parameter.grad = torch.empty_like(parameter)
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    return any(name.startswith("_foreach") for name in _ops_of(optimizer.step))
-
-
-@canary(patched=True, plain=False)
-def for_each_on(on: bool) -> object:
-    """Whether SGD takes multi-tensor kernels on the CPU."""
-    with patches.for_each_on("cpu") if on else nullcontext():
-        return _for_each(torch.ones(2, requires_grad=True))
-
-
-@canary(patched=True, plain=False)
-def fakes_for_each(on: bool) -> object:
-    """Whether SGD takes multi-tensor kernels for fakes, where it does for real parameters."""
-    with FakeTensorMode(), patches.for_each_on("cpu"), patches.fakes_for_each() if on else nullcontext():
-        return _for_each(torch.ones(2, requires_grad=True))
-
-
-@canary(patched=(True, True), plain=(False, "raises"))
-def steady_scaler(on: bool) -> object:
-    """Whether the scaler's tensors are fake, and whether it steps."""
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-
-    class Watched:
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-
-    with FakeTensorMode(allow_non_fake_inputs=True), ScalarReads():
-        parameter = torch.ones(2, requires_grad=True)
-        parameter.grad = torch.ones(2)
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-        given = patches.steady_scaler(scaler, torch.device("cpu")) if on else scaler
-        given.scale(torch.ones(()))
-        stepped: list[object] = []
-        optimizer.register_step_pre_hook(lambda *_: stepped.append(0))
-        outcome = _outcome(lambda: given.step(Watched(optimizer)))
-    tensors = [value for value in vars(given).values() if isinstance(value, torch.Tensor)]
-    return all(isinstance(t, FakeTensor) for t in tensors), outcome if outcome == "raises" else bool(stepped)
+@canary(patched=[1, 1], plain=[])
+def graphs_shown_to(on: bool) -> object:
+    """How many roots the backwards have that are shown."""
+    seen: list[int] = []
+    with patches.graphs_shown_to(lambda roots: seen.append(len(roots))) if on else nullcontext():
+        x = torch.ones(2, requires_grad=True)
+        x.sum().backward()
+        torch.autograd.grad(x.sum(), x)
+    return seen
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------------

@@ -21,10 +21,12 @@ from fxmem.capture.export import capture, fitting
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.capture.guards import ModelStates, arguments_of, constants_of
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
+from fxmem.ir import Plan
 from fxmem.passes.context import CompileContext, Settings
-from fxmem.pipeline import Compiled, compile_model, least_peak_bytes, profile_for_short_memory
+from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.progress import CAPTURE_SECONDS, told
+from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.backend_flags import present
 from fxmem.torch_patches import as_in_training
@@ -93,8 +95,9 @@ class CompileCache:
         self._warn_of_many(inputs, specializations)
         return compiled
 
-    def plan_elsewhere(self, inputs: Inputs, autocast: Autocast | None) -> None:
-        """Plan for fakes of the model and ``inputs`` where fakes lie now; what is found serves no call."""
+    def plan_elsewhere(self, inputs: Inputs, autocast: Autocast | None) -> tuple[Plan, Report]:
+        """Plan for fakes of the model and ``inputs`` where fakes lie now, for its floor too: what is found serves no call,
+        and the fakes do not stay."""
         most = CAPTURE_SECONDS + self._settings.plan_seconds
         settings = replace(self._settings, measure=False)
         with (
@@ -102,7 +105,8 @@ class CompileCache:
             as_in_training(),
             _collected_afterwards(),
         ):
-            self.latest = compile_model(CompileContext(self._model, inputs, settings, autocast))
+            compiled = compile_model(CompileContext(self._model, inputs, settings, autocast))
+            return compiled.plan, replace(compiled.report, _least_bytes=compiled.report.floor_bytes)
 
     def _forget_replaced(self) -> None:
         """Let go of what is compiled for parameters that the model has no longer: nothing else may hold them."""
@@ -195,8 +199,8 @@ class CompileCache:
         def floor_bytes(size: int) -> int:
             other = resized(inputs, captured.dynamic, size)
             graph = fitting(captured, self._model, other)
-            profiled = profile_for_short_memory(graph, CompileContext(self._model, other, settings, graph.autocast))
-            return least_peak_bytes(profiled.profile, settings, planned, budget_bytes)
+            context = CompileContext(self._model, other, settings, graph.autocast)
+            return least_bytes_within(profile_for_short_memory(graph, context), context, planned, budget_bytes)
 
         return largest_batch(floor_bytes, budget_bytes)
 
@@ -216,8 +220,8 @@ def _collected_afterwards() -> Iterator[None]:
 
 
 def _serving(specializations: list[Compiled], inputs: Inputs) -> Compiled | None:
-    """Return that of ``ways`` which the model goes with these inputs."""
-    return next((way for way in specializations if way.captured.serves(inputs)), None)
+    """Return that of ``specializations`` which the model goes with these inputs."""
+    return next((one for one in specializations if one.captured.serves(inputs)), None)
 
 
 def _captured_dynamic(

@@ -34,11 +34,11 @@ from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import cuda_model, standing_in
 from fxmem.ir import PlainData, Timeline
 from fxmem.passes.context import CompileContext
-from fxmem.pipeline import floor_bytes, frontier_of, least_peak_bytes, profile_for_short_memory
+from fxmem.pipeline import bound_bytes, floor_bytes, frontier_of, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
-from fxmem.profiling.verify import eager_step
+from fxmem.profiling.verify import FakeStep, eager_step
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.peak import Breakdown, Place, breakdown_of, place_of
 from fxmem.torch_patches import as_in_training
@@ -50,6 +50,7 @@ class Question:
 
     context: CompileContext
     world: FakeWorld
+    on_cuda: bool
     gpu: DeviceModel | None
     """The GPU that stands in for the device of the model, if one does."""
     planned: list[Planned] = field(default_factory=list)
@@ -64,16 +65,19 @@ class Question:
             yield
 
     def peak_at_batch(self, size: int, budget_bytes: int | None) -> int:
-        """Peak at another batch size, as it is or under a plan: one within the budget, else that of the least peak."""
+        """What a budget bounds at another batch size, as it is or under a plan: one within the budget, else the least."""
         context = self.context
         other = replace(context, inputs=resized(context.inputs, batch_dims(context.inputs), size), _profiles={})
         with self.on_fakes():
             graph = fitting(self.dynamic_graph(), context.model, other.inputs)
             if budget_bytes is None:
                 seen = None if other.base is None else other.base.seen
-                return eager_step(context.model, graph, other.inputs, context.settings.step, seen).peak_bytes
-            profile = profile_for_short_memory(graph, other).profile
-        return least_peak_bytes(profile, context.settings, self.planned, budget_bytes)
+                return self.bound_bytes(eager_step(context.model, graph, other.inputs, context.settings.step, seen))
+            return least_bytes_within(profile_for_short_memory(graph, other), other, self.planned, budget_bytes)
+
+    def bound_bytes(self, ran: FakeStep) -> int:
+        """Return what a budget bounds of a step."""
+        return bound_bytes(ran.peak_bytes, ran.events.peaks() if self.on_cuda else None, self.context.settings)
 
     def dynamic_graph(self) -> CaptureGraph:
         """Return the graph that serves other batch sizes. Errors: ``CaptureError`` if the model is tied to its own."""
@@ -95,8 +99,10 @@ class Estimate(PlainData):
     timeline: Timeline
     """Live bytes over the whole step of the captured graph: forward, loss, backward, optimizer. Its peak is below
     ``peak_bytes`` by ``breakdown.held_by_code_bytes``."""
+    bound_bytes: int
+    """What a budget bounds: the peak; on CUDA allocated or reserved bytes (``budget_of=``)."""
     floor_bytes: int
-    """Minimum feasible peak: the least peak of any plan found."""
+    """Minimum feasible peak: the least budget that any plan found keeps."""
     cuda: AllocatorPeaks | None
     """For a step on CUDA: what the caching allocator makes of it (:mod:`fxmem.profiling.caching_allocator`), cuBLAS's
     workspaces included."""
@@ -104,7 +110,7 @@ class Estimate(PlainData):
 
     def fits(self, budget: float | str) -> bool:
         """True if the step fits ``budget`` (bytes, or text such as "24GiB") without recomputation."""
-        return self.peak_bytes <= parse_bytes(budget)
+        return self.bound_bytes <= parse_bytes(budget)
 
     def max_batch_size(self, budget: float | str, *, recompute: bool = False) -> int:
         """Return the largest batch size whose step fits ``budget``; with ``recompute``, under fxmem's best plan.
@@ -166,9 +172,9 @@ def estimate(
     if gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
         inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
     context = CompileContext(model, inputs, settings, region_of_step(model, settings.step, where.type))
-    question = Question(context, world, gpu)
+    question = Question(context, world, where.type == "cuda", gpu)
     with told(f"estimating a training step of {type(model).__name__}", CAPTURE_SECONDS + settings.plan_seconds):
-        return _estimate(question, where.type == "cuda")
+        return _estimate(question)
 
 
 def _place_of_step(
@@ -189,7 +195,7 @@ def _place_of_step(
     return where, device_named("h100")
 
 
-def _estimate(question: Question, on_cuda: bool) -> Estimate:
+def _estimate(question: Question) -> Estimate:
     """Return the answer to ``question``, whose context becomes that of other sizes."""
     context = question.context
     model, inputs, settings = context.model, context.inputs, context.settings
@@ -208,7 +214,8 @@ def _estimate(question: Question, on_cuda: bool) -> Estimate:
         peak_at=place_of(profiled.profile, timeline.peak_step),
         breakdown=breakdown_of(profiled.profile, timeline.peak_step, eager.peak_bytes),
         timeline=timeline,
+        bound_bytes=question.bound_bytes(eager),
         floor_bytes=least_bytes,
-        cuda=eager.events.peaks() if on_cuda else None,
+        cuda=eager.events.peaks() if question.on_cuda else None,
         _question=question,
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from inspect import Parameter, signature
 from types import MethodType
-from typing import Any, Unpack
+from typing import Any, TypeGuard, Unpack
 
 import torch
 from torch import fx
@@ -90,12 +90,15 @@ class Namespace:
     """``module.fxmem``: what fxmem knows of an optimized module. All of it is of the kind of call made last.
 
     ``original``: the model as it was given. ``settings``: what was asked for. Before a call has been planned for,
-    ``report``, ``plan`` and ``graph_module`` raise ``NotPlannedError``.
+    ``report`` and ``plan`` are those of :meth:`prepare_for`; without, they raise ``NotPlannedError``, as ``graph_module``
+    does.
     """
 
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
         self.original, self.settings = original, settings
         self.plans = CompileCache(original, settings)
+        self._elsewhere: tuple[Plan, Report] | None = None
+        """What was planned for a GPU that need not be here."""
 
     def prepare(self, example_args: Any = None, example_kwargs: dict[str, Any] | None = None) -> Report:
         """Plan for a call with these arguments now, before training; return the report.
@@ -116,8 +119,9 @@ class Namespace:
         world = FakeWorld(inputs.leaves, "cuda", moved=True)
         moved = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
         with standing_in(gpu), world.state_of(self.original):
-            self.plans.plan_elsewhere(moved, region_of_step(self.original, self.settings.step, "cuda"))
-        return self.report
+            region = region_of_step(self.original, self.settings.step, "cuda")
+            self._elsewhere = self.plans.plan_elsewhere(moved, region)
+        return self._elsewhere[1]
 
     def compiled_for(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for the signature of ``inputs``, compiling it on first sight."""
@@ -140,12 +144,12 @@ class Namespace:
     @property
     def plan(self) -> Plan:
         """What is kept and what is recomputed."""
-        return self._latest().plan
+        return self._elsewhere[0] if self._is_elsewhere(self._elsewhere) else self._latest().plan
 
     @property
     def report(self) -> Report:
         """Budget, peaks, overhead and decisions; ``str()`` of it is a table."""
-        return self._latest().report
+        return self._elsewhere[1] if self._is_elsewhere(self._elsewhere) else self._latest().report
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...]:
@@ -154,6 +158,10 @@ class Namespace:
         own = {id(t) for t in (*self.original.parameters(), *self.original.buffers())}
         held = () if latest is None else (*latest.graph_module.parameters(), *latest.graph_module.buffers())
         return tuple(t for t in held if id(t) not in own)
+
+    def _is_elsewhere(self, planned: tuple[Plan, Report] | None) -> TypeGuard[tuple[Plan, Report]]:
+        """True if all that was planned for is another GPU."""
+        return planned is not None and self.plans.latest is None
 
     def _latest(self) -> Compiled:
         if self.plans.latest is None:

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from fxmem.devices import DeviceModel
 from fxmem.errors import InputError
 from fxmem.op_facts.attention import CUDNN_FIRST, DEFAULT_ORDER, AttentionCall, AttentionSettings, attention_kernel
+from fxmem.torch_patches import kernels_on_cuda
 from fxmem.torch_private import attention_order
 
 aten = torch.ops.aten
@@ -57,13 +58,8 @@ def attention_of(device: DeviceModel) -> Iterator[None]:
         output: torch.Tensor = _KERNELS[kernel](query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
         return output
 
-    library = torch.library.Library("aten", "IMPL")
-    for key in ("AutogradCUDA", "CUDA"):
-        library.impl("scaled_dot_product_attention", chosen, key, allow_override=True)
-    try:
+    with kernels_on_cuda({"scaled_dot_product_attention": chosen}, with_autograd=True):
         yield
-    finally:
-        library._destroy()
 
 
 def call_of(

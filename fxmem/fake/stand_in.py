@@ -19,7 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxmem.devices import DeviceModel, device_like
 from fxmem.errors import InputError
 from fxmem.fake.attention import attention_of
-from fxmem.torch_patches import cuda_asked, cuda_for_fakes
+from fxmem.op_facts.kinds import OwnKernelOnCuda
+from fxmem.op_facts.lookup import by_op
+from fxmem.torch_patches import cuda_asked, cuda_for_fakes, kernels_on_cuda
 
 _MODEL: ContextVar[DeviceModel | None] = ContextVar("fxmem_stand_in", default=None)
 
@@ -43,7 +45,7 @@ def standing_in(device: DeviceModel | None) -> Iterator[None]:
                     "plan_for= out to count it as on the CPU"
                 ) from error
             stack.enter_context(cuda_asked(device.name, device.capability))
-            stack.enter_context(_kernels_of_cuda())
+            stack.enter_context(kernels_on_cuda(dict.fromkeys(_names_of_own_kernels(), _never_runs)))
         stack.enter_context(attention_of(device))
         token = _MODEL.set(device)
         try:
@@ -52,23 +54,12 @@ def standing_in(device: DeviceModel | None) -> Iterator[None]:
             _MODEL.reset(token)
 
 
-@contextmanager
-def _kernels_of_cuda() -> Iterator[None]:
-    """Say that CUDA has kernels of its own for ops that other builds of torch put together from others."""
-    library = torch.library.Library("aten", "IMPL")
-    for name in _OWN_KERNELS:
-        library.impl(name, _never_runs, "CUDA")
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
 def _never_runs(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("fakes run no kernels")
 
 
-_OWN_KERNELS = ("silu_backward", "mish_backward", "_fused_rms_norm", "native_channel_shuffle")
+def _names_of_own_kernels() -> list[str]:
+    return [op.overloadpacket.__name__ for op in by_op(OwnKernelOnCuda)]
 
 
 def stand_in() -> DeviceModel | None:

@@ -41,6 +41,12 @@ FACTS: tuple[OpFact, ...] = (
         test="test_gradients_that_autograd_writes_in_place",
     ),
     OpFact(
+        ops=("aten.sub.Tensor", "aten.mul.Tensor"),
+        value=InPlaceInBackward(("BinaryCrossEntropyWithLogitsBackward0",)),
+        why=_SUBCLASS,
+        test="test_gradients_that_autograd_writes_in_place",
+    ),
+    OpFact(
         ops=("aten.index_add.default",),
         value=InPlaceInBackward(("IndexSelectBackward0",)),
         why=_SUBCLASS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OpFact
+from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OpFact, OwnKernelOnCuda
 
 _ATTENTION = "test_fakes_dispatch_what_torch_did_forward_and_backward"
 _CORRECTED = "test_corrected_fakes_are_as_real_tensors"
@@ -136,6 +136,17 @@ FACTS: tuple[OpFact, ...] = (
         why="the seed and the offset of a dropout are numbers of the CPU's",
         test=_ATTENTION,
         device="cuda",
+    ),
+    OpFact(
+        ops=(
+            "aten.silu_backward.default",
+            "aten.mish_backward.default",
+            "aten._fused_rms_norm.default",
+            "aten.native_channel_shuffle.default",
+        ),
+        value=OwnKernelOnCuda(),
+        why="torch without CUDA has no kernel of CUDA's, and fakes there would run the ops it is put together from",
+        test="test_ops_with_kernels_of_their_own_stay_whole",
     ),
     OpFact(
         ops=("aten.clone.default",),

@@ -168,6 +168,11 @@ class FakeResult:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnKernelOnCuda:
+    """CUDA has a kernel for it where builds of torch without CUDA put it together from other ops."""
+
+
+@dataclass(frozen=True, slots=True)
 class FakeOfSparse:
     """Its fake kernel forgets the entries of a sparse tensor."""
 

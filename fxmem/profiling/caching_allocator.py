@@ -225,18 +225,19 @@ class StepEvents:
     def history(self, num_steps: int = NUM_STEPS) -> Iterator[Allocation]:
         """Yield what a process allocates that puts model and batch on the device and trains some steps."""
         yield from self.present
-        own = {key for kind, key, _ in self.step if kind == "alloc"}
         freed = {key for kind, key, _ in self.step if kind == "free"}
-        anew = [(key, nbytes) for kind, key, nbytes in self.present if kind == "alloc" and key in freed]
-        own |= {key for key, _ in anew}  # gradients: earlier micro-batches of every step make them
-        keys_per_step = 1 + max((key for _, key, _ in (*self.present, *self.state, *self.step)), default=0)
+        gradients = [event for event in self.present if event[0] == "alloc" and event[1] in freed]
+        own = {key for kind, key, _ in (*gradients, *self.step) if kind == "alloc"}
+        span = 1 + max((key for _, key, _ in (*self.present, *self.state, *self.step)), default=0)
         for number in range(num_steps):
-            yield from (("alloc", key + number * keys_per_step, nbytes) for key, nbytes in anew if number)
+            shift = number * span
+            if number:  # earlier micro-batches of each step leave gradients
+                yield from ((kind, key + shift, nbytes) for kind, key, nbytes in gradients)
             for place, (kind, key, nbytes) in enumerate(self.step):
-                if number == 0:
-                    yield from self._new_at(place)
-                yield kind, key + number * keys_per_step if key in own else key, nbytes
-            yield from (("free", key + number * keys_per_step, 0) for key in sorted(own))
+                yield from self._new_at(place) if number == 0 else ()
+                yield kind, key + shift if key in own else key, nbytes
+            yield from self._new_at(len(self.step)) if number == 0 else ()
+            yield from (("free", key + shift, 0) for key in sorted(own))
 
     def _new_at(self, place: int) -> Iterator[Allocation]:
         for index, (at, nbytes) in enumerate(self.libraries):

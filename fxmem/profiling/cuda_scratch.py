@@ -4,12 +4,12 @@ In: an op's name, its arguments as plain data, a device. Out: :class:`Scratch`. 
 (aten/src/ATen/native/...) its op is and whether it is exact or an upper bound; all are checked against figures recorded
 from PyTorch's own CUDA host code, version 2.14.1 (tests/profiling/test_cuda_scratch.py). Upper bounds hold for all
 recorded shapes and are no proofs: those of topk, large sorts, scans and index_put are fitted to the record. Not here:
-cuBLAS's and cuDNN's workspaces. No torch is needed.
+cuBLAS's and cuDNN's workspaces. Attention's rules are in :mod:`fxmem.profiling.cuda_scratch_attention`. No torch is
+needed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +42,9 @@ RULES: dict[str, Rule] = {}
 """Op name without overload -> its rule. Forward and backward ops are ops alike: each is asked for by its own name."""
 
 
-CUBLAS = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
-    + ("_addmm_activation", "_scaled_mm", "_int_mm", "_grouped_mm")
+CUBLAS = (
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
+    *("_addmm_activation", "_scaled_mm", "_int_mm", "_grouped_mm"),
 )
 """Ops that run in cuBLAS or cuBLASLt."""
 
@@ -56,8 +56,8 @@ def uses_cublas(op: str) -> bool:
 
 def scratch_of(op: str, args: Arguments, device: DeviceModel) -> Scratch:
     """Return what ``op`` ("aten.sum.dim_IntList") takes inside; nothing for an op without a rule."""
-    rule = RULES.get(_base(op))
-    return Scratch() if rule is None else rule(args, device)
+    found = RULES.get(_base(op))
+    return Scratch() if found is None else found(args, device)
 
 
 def has_rule(op: str) -> bool:
@@ -69,10 +69,12 @@ def _base(op: str) -> str:
     return op.removeprefix("aten.").split(".")[0]
 
 
-def _rule(*names: str) -> Callable[[Rule], Rule]:
-    def add(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, rule))
-        return rule
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Enter the function that follows as the rule of these ops."""
+
+    def add(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
 
     return add
 
@@ -80,12 +82,12 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 # -- matrix products ------------------------------------------------------------------------------------------------------
 
 
-@_rule(*CUBLAS)
+@rule(*CUBLAS)
 def matrix_product(args: Arguments, device: DeviceModel) -> Scratch:
     """A copy of each matrix whose rows or columns do not lie one after the other, such as an expanded gradient. Exact.
     Source: cuda/Blas.cpp, ``prepare_matrix_for_cublas``, ``prepare_batch_matrix_for_cublas``."""
     matrices = [t for t in args.values() if isinstance(t, TensorRecord) and len(t.shape) in (2, 3)]
-    return _takes(sum(t.nbytes for t in matrices if not _is_matrix(t)))
+    return takes(sum(t.nbytes for t in matrices if not _is_matrix(t)))
 
 
 def _is_matrix(x: TensorRecord) -> bool:
@@ -95,55 +97,56 @@ def _is_matrix(x: TensorRecord) -> bool:
     return (step == 1 and row_step >= max(1, columns)) or (row_step == 1 and step >= max(1, rows))
 
 
-def _takes(*blocks: int, kept_bytes: int = 0, exact: bool = True) -> Scratch:
+def takes(*blocks: int, kept_bytes: int = 0, exact: bool = True) -> Scratch:
+    """Return the scratch of these blocks, but for empty ones."""
     return Scratch(tuple(nbytes for nbytes in blocks if nbytes), kept_bytes, exact)
 
 
 # -- reductions -----------------------------------------------------------------------------------------------------------
 
 
-@_rule("sum", "mean", "linalg_vector_norm", "nansum")
+@rule("sum", "mean", "linalg_vector_norm", "nansum")
 def sums(args: Arguments, device: DeviceModel) -> Scratch:
     """Partial sums in fp32 (fp64 for fp64). Exact. Source: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu,
     ReduceNormKernel.cu. Bools are summed as a copy in int64. Upper bound above 2 GiB."""
     x = args["self"]
     if x.dtype == "bool":
         copy = TensorRecord(x.shape, x.strides, "int64")
-        return _takes(copy.nbytes, *_reduced(copy, _dims(args), device, 8), exact=_offsets_fit(copy))
-    return _takes(*_reduced(x, _dims(args), device, max(4, ITEM_BYTES[x.dtype])), exact=_offsets_fit(x))
+        return takes(copy.nbytes, *_reduced(copy, _dims(args), device, 8), exact=_offsets_fit(copy))
+    return takes(*_reduced(x, _dims(args), device, max(4, ITEM_BYTES[x.dtype])), exact=_offsets_fit(x))
 
 
-@_rule("prod")
+@rule("prod")
 def products(args: Arguments, device: DeviceModel) -> Scratch:
     """As sums. Exact. Source: cuda/ReduceSumProdKernel.cu."""
     return sums(args, device)
 
 
-@_rule("amax", "amin")
+@rule("amax", "amin")
 def extremes(args: Arguments, device: DeviceModel) -> Scratch:
     """Partial extremes in the input's own type. Exact. Source: cuda/ReduceMaxValuesKernel.cu."""
     x = args["self"]
-    return _takes(*_reduced(x, _dims(args), device, ITEM_BYTES[x.dtype]), exact=_offsets_fit(x))
+    return takes(*_reduced(x, _dims(args), device, ITEM_BYTES[x.dtype]), exact=_offsets_fit(x))
 
 
-@_rule("var", "std", "var_mean", "std_mean")
+@rule("var", "std", "var_mean", "std_mean")
 def moments(args: Arguments, device: DeviceModel) -> Scratch:
     """Partial Welford states of 16 bytes, loaded two values at once. Exact. Source: cuda/ReduceMomentKernel.cu,
     ``WelfordData`` of SharedReduceOps.h."""
     x = args["self"]
-    return _takes(*_reduced(x, _dims(args), device, 16, vector=2), exact=_offsets_fit(x))
+    return takes(*_reduced(x, _dims(args), device, 16, vector=2), exact=_offsets_fit(x))
 
 
-@_rule("max", "min", "argmax", "argmin")
+@rule("max", "min", "argmax", "argmin")
 def extremes_with_index(args: Arguments, device: DeviceModel) -> Scratch:
     """Partial pairs of value and 64-bit index, 16 bytes; without a dimension, values alone. Exact. Source:
     cuda/ReduceMaxValuesKernel.cu, ReduceArgMaxKernel.cu."""
     x = args["self"]
     with_index = args.get("dim") is not None
-    return _takes(*_reduced(x, _dims(args), device, 16 if with_index else ITEM_BYTES[x.dtype]), exact=_offsets_fit(x))
+    return takes(*_reduced(x, _dims(args), device, 16 if with_index else ITEM_BYTES[x.dtype]), exact=_offsets_fit(x))
 
 
-@_rule("logsumexp")
+@rule("logsumexp")
 def logsumexp(args: Arguments, device: DeviceModel) -> Scratch:
     """exp(x - max) as a whole, the maxima, and the sum's partials. Exact. Source: ReduceOps.cpp,
     ``logsumexp_out_impl``."""
@@ -152,13 +155,13 @@ def logsumexp(args: Arguments, device: DeviceModel) -> Scratch:
     rows = x.numel
     for d in dims:
         rows //= max(1, x.shape[d])
-    return _takes(x.nbytes, rows * ITEM_BYTES[x.dtype], *_reduced(x, dims, device, 4), exact=_offsets_fit(x))
+    return takes(x.nbytes, rows * ITEM_BYTES[x.dtype], *_reduced(x, dims, device, 4), exact=_offsets_fit(x))
 
 
-@_rule("_softmax_backward_data")
+@rule("_softmax_backward_data")
 def softmax_backward(args: Arguments, device: DeviceModel) -> Scratch:
     """grad * output as a whole. Exact. Source: cuda/SoftMax.cu, ``softmax_backward_cuda_out``."""
-    return _takes(args["grad_output"].nbytes)
+    return takes(args["grad_output"].nbytes)
 
 
 # -- losses ---------------------------------------------------------------------------------------------------------------
@@ -168,24 +171,24 @@ def _mean_of(x: TensorRecord, args: Arguments, device: DeviceModel) -> tuple[int
     return () if args.get("reduction", 1) == 0 else _reduced(contiguous((x.numel,), x.dtype), (), device, 4)
 
 
-@_rule("mse_loss", "smooth_l1_loss")
+@rule("mse_loss", "smooth_l1_loss")
 def squared_losses(args: Arguments, device: DeviceModel) -> Scratch:
     """The loss of every element twice: once as scratch, once as the storage of the scalar that is returned, sized before
     it is known to be one. Exact. Source: Loss.cpp (``TORCH_META_FUNC``), BinaryOps' borrowed output."""
     x = args["self"]
     if args.get("reduction", 1) == 0:
         return Scratch()
-    return _takes(x.nbytes, *_mean_of(x, args, device), kept_bytes=x.nbytes - ITEM_BYTES[x.dtype])
+    return takes(x.nbytes, *_mean_of(x, args, device), kept_bytes=x.nbytes - ITEM_BYTES[x.dtype])
 
 
-@_rule("huber_loss")
+@rule("huber_loss")
 def huber_loss(args: Arguments, device: DeviceModel) -> Scratch:
     """The loss of every element, and the mean's partials. Exact. Source: Loss.cpp, ``huber_loss``."""
     x = args["self"]
-    return Scratch() if args.get("reduction", 1) == 0 else _takes(x.nbytes, *_mean_of(x, args, device))
+    return Scratch() if args.get("reduction", 1) == 0 else takes(x.nbytes, *_mean_of(x, args, device))
 
 
-@_rule("binary_cross_entropy", "soft_margin_loss")
+@rule("binary_cross_entropy", "soft_margin_loss")
 def losses_that_keep(args: Arguments, device: DeviceModel) -> Scratch:
     """The scalar keeps the storage of the loss of every element; the mean is made beside it. Exact without weights.
     Source: cuda/Loss.cu ``binary_cross_entropy_out_cuda``, Loss.cpp ``soft_margin_loss_out``."""
@@ -193,169 +196,131 @@ def losses_that_keep(args: Arguments, device: DeviceModel) -> Scratch:
     if args.get("reduction", 1) == 0:
         return Scratch(exact=args.get("weight") is None)
     item = ITEM_BYTES[x.dtype]
-    return _takes(*_mean_of(x, args, device), item, kept_bytes=x.nbytes - item, exact=args.get("weight") is None)
+    return takes(*_mean_of(x, args, device), item, kept_bytes=x.nbytes - item, exact=args.get("weight") is None)
 
 
-@_rule("binary_cross_entropy_with_logits")
+@rule("binary_cross_entropy_with_logits")
 def bce_with_logits(args: Arguments, device: DeviceModel) -> Scratch:
     """Two of the input's size, and the mean's partials; one more for each weight, as an upper bound. Source: Loss.cpp,
     ``binary_cross_entropy_with_logits``."""
     x = args["self"]
     weights = sum(args.get(name) is not None for name in ("weight", "pos_weight"))
     exact = not weights and args.get("reduction", 1) != 0
-    return _takes(*(2 + weights) * (x.nbytes,), *_mean_of(x, args, device), exact=exact)
+    return takes(*(2 + weights) * (x.nbytes,), *_mean_of(x, args, device), exact=exact)
 
 
-@_rule("soft_margin_loss_backward")
+@rule("soft_margin_loss_backward")
 def soft_margin_backward(args: Arguments, device: DeviceModel) -> Scratch:
     """Two of the input's size. Exact. Source: Loss.cpp, ``soft_margin_loss_backward_out``."""
-    return _takes(2 * args["self"].nbytes)
+    return takes(2 * args["self"].nbytes)
 
 
 # -- norms and convolutions -----------------------------------------------------------------------------------------------
 
 
-@_rule("native_group_norm")
+@rule("native_group_norm")
 def group_norm(args: Arguments, device: DeviceModel) -> Scratch:
     """Scale and shift of every channel of every sample in fp32; in half precision mean and rstd in fp32 too. Exact.
     Source: cuda/group_norm_kernel.cu, ``GroupNormKernelImplInternal``."""
     channels, groups = args["N"] * args["C"], args["N"] * args["group"]
     affine = args.get("weight") is not None or args.get("bias") is not None
     halves = ITEM_BYTES[args["input"].dtype] < 4
-    return _takes((8 * channels if affine else 0) + (8 * groups if halves else 0), exact=args["HxW"] > 1)
+    return takes((8 * channels if affine else 0) + (8 * groups if halves else 0), exact=args["HxW"] > 1)
 
 
-@_rule("native_group_norm_backward")
+@rule("native_group_norm_backward")
 def group_norm_backward(args: Arguments, device: DeviceModel) -> Scratch:
     """Per channel ds, db and a factor, per group two more, in fp32. Exact with weights. Source:
     cuda/group_norm_kernel.cu, ``GroupNormBackwardKernelImplInternal``."""
     channels, groups = args["N"] * args["C"], args["N"] * args["group"]
-    return _takes(12 * channels + 8 * groups, exact=args["HxW"] > 1 and args.get("weight") is not None)
+    return takes(12 * channels + 8 * groups, exact=args["HxW"] > 1 and args.get("weight") is not None)
 
 
-def is_channels_last(x: TensorRecord) -> bool:
-    """True if ``x`` is dense with channels fastest and would not be contiguous as well."""
-    if len(x.shape) not in (4, 5) or x.strides == contiguous(x.shape, x.dtype).strides:
+def _suggests_channels_last(x: TensorRecord) -> bool:
+    """True if channels vary fastest, with or without gaps. Source: c10/core/MemoryFormat.h, ``suggest_memory_format``."""
+    if len(x.shape) not in (4, 5) or 0 in x.shape or x.strides[1] == 0:
         return False
-    order = [1, *range(len(x.shape) - 1, 1, -1), 0]
+    least = 0
+    for d in (1, *range(len(x.shape) - 1, 1, -1), 0):
+        if x.strides[d] < least or (d == 0 and least == x.strides[1]):
+            return False
+        least = x.strides[d] * max(1, x.shape[d])
+    return True
+
+
+def _is_dense(x: TensorRecord, channels_last: bool) -> bool:
+    """True if ``x`` is contiguous in the format."""
+    order = [1, *range(2, len(x.shape))] if not channels_last else [*range(2, len(x.shape)), 1]
     step = 1
-    for d in order:
+    for d in reversed([0, *order]):
         if x.shape[d] != 1 and x.strides[d] != step:
             return False
         step *= x.shape[d]
     return True
 
 
-@_rule("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
+@rule("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 def layer_norm(args: Arguments, device: DeviceModel) -> Scratch:
     """A copy of the input, and of the gradient, where they are not contiguous. Exact. Source:
     cuda/layer_norm_kernel.cu, ``layer_norm_cuda``."""
     given = [args.get(name) for name in ("grad_out", "input")]
-    return _takes(*(t.nbytes for t in given if t is not None and t.strides != contiguous(t.shape, t.dtype).strides))
+    return takes(*(t.nbytes for t in given if t is not None and t.strides != contiguous(t.shape, t.dtype).strides))
 
 
-@_rule("convolution")
+def _copied(x: TensorRecord, channels_last: bool) -> int:
+    return 0 if _is_dense(x, channels_last) else x.nbytes
+
+
+def _in_channels_last(x: TensorRecord, weight: TensorRecord) -> bool:
+    """Whether a convolution runs with channels last. Source: native/ConvUtils.h, ``cudnn_conv_suggest_memory_format``."""
+    return _suggests_channels_last(x) or _suggests_channels_last(weight)
+
+
+def _is_depthwise(args: Arguments) -> bool:
+    return bool(args["groups"] == args["input"].shape[1] > 1)
+
+
+@rule("convolution")
 def convolution(args: Arguments, device: DeviceModel) -> Scratch:
-    """A copy of whichever of input and weight is not channels-last where the other is, but for depthwise kernels. Exact
-    but for cuDNN's workspace. Source: cudnn/ConvShared.cpp, ``cudnn_convolution_forward``."""
+    """A copy of input and weight where they are not dense in the format: channels last if either is, gaps or not. Depthwise
+    kernels go by the input, and copy it if it has gaps. Exact but for cuDNN's workspace. Source: cudnn/ConvShared.cpp,
+    ``cudnn_convolution_forward``; cuda/DepthwiseConv2d.cu."""
     x, weight = args["input"], args["weight"]
-    if args["groups"] == x.shape[1] > 1:
-        return Scratch()
-    mixed = is_channels_last(x) and weight.strides == contiguous(weight.shape, weight.dtype).strides
-    mixed = mixed and not is_channels_last(weight) and any(size > 1 for size in weight.shape[2:])
-    return _takes(weight.nbytes if mixed else 0)
+    if _is_depthwise(args):
+        return takes(_copied(x, _suggests_channels_last(x)))
+    last = _in_channels_last(x, weight)
+    return takes(_copied(x, last), _copied(weight, last))
 
 
-@_rule("convolution_backward")
+@rule("convolution_backward")
 def convolution_backward(args: Arguments, device: DeviceModel) -> Scratch:
-    """The partial sums of the bias's gradient. Exact but for cuDNN's workspace. Source: Convolution.cpp,
-    ``convolution_backward``."""
-    grad = args["grad_output"]
-    if not args["output_mask"][2]:
-        return Scratch()
-    return _takes(*_reduced(grad, [d for d in range(len(grad.shape)) if d != 1], device, 4), exact=_offsets_fit(grad))
-
-
-# -- attention ------------------------------------------------------------------------------------------------------------
-
-
-@_rule("_scaled_dot_product_flash_attention")
-def flash_attention(args: Arguments, device: DeviceModel) -> Scratch:
-    """With dropout, seed and offset. Without, where blocks of queries do not fill the device, results and row sums in fp32
-    of every split of the keys. Exact for rows that are equal in number. Source: transformers/cuda/flash_attn/flash_api.cpp,
-    ``mha_fwd``, ``set_params_splitkv``."""
-    batch, heads, rows, width = args["query"].shape
-    if args.get("dropout_p"):
-        return _takes(16)
-    key_block = 256 if width <= 64 else 128 if width <= 128 else 64
-    blocks = batch * heads * -(-rows // 64)
-    splits = _key_splits(blocks, 2 * device.num_sms, -(-args["key"].shape[2] // key_block))
-    return _takes(4 * splits * batch * heads * rows * (_flash_width(width) + 1) if splits > 1 else 0)
-
-
-def _flash_width(width: int) -> int:
-    """A head's width as the kernels pad it."""
-    return -(-width // 32) * 32 if width <= 128 else 192 if width <= 192 else 256
-
-
-def _key_splits(blocks: int, most_blocks: int, key_blocks: int) -> int:
-    """Source: ``num_splits_heuristic``: the fewest splits that fill the device to 85 % of the best filling."""
-    if blocks >= 0.8 * most_blocks:
-        return 1
-    filled = {}
-    for splits in range(1, min(128, most_blocks, key_blocks) + 1):
-        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1)):
-            waves = blocks * splits / most_blocks
-            filled[splits] = waves / math.ceil(waves)
-    return next(splits for splits, share in filled.items() if share >= 0.85 * max(filled.values()))
-
-
-@_rule("_scaled_dot_product_flash_attention_backward")
-def flash_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
-    """dq in fp32 with rows padded to 128 and width to 32, row sums in fp32, a copy of each of ``grad_out`` and ``out``
-    that is not contiguous as batch, row, head; with fewer heads of k and v, dk and dv of all heads. Exact, the last an
-    upper bound. Source: transformers/cuda/flash_attn/flash_api.cpp, ``mha_bwd``."""
-    query, key = args["query"], args["key"]
-    batch, heads, rows, width = query.shape
-    total = 4 * batch * heads * -(-rows // 128) * 128 * (_flash_width(width) + 1)
-    for name in ("grad_out", "out"):
-        t = args[name]
-        shape, strides = (tuple(v[i] for i in (0, 2, 1, 3)) for v in (t.shape, t.strides))
-        total += 0 if strides == contiguous(shape, t.dtype).strides else t.nbytes
-    grouped = key.shape[1] != heads
-    if grouped:
-        total += 2 * batch * heads * key.shape[2] * width * ITEM_BYTES[key.dtype]
-    return _takes(total, exact=not grouped and width <= 128)
-
-
-@_rule("_scaled_dot_product_efficient_attention_backward")
-def efficient_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
-    """Row sums and an accumulator of dq by blocks of queries, in fp32, each block with a lock of 16 bytes; wide heads
-    accumulate dk and dv as well. Upper bound: blocks of fp32 kernels differ by a few bytes a row. Source:
-    transformers/cuda/mem_eff_attention/kernel_backward.h, ``workspace_elements_gq``, ``_gk``, ``_gv``."""
-    query = args["query"]
-    batch, heads, rows, width = query.shape
-    block = 64 if width <= 64 else 128
-    per_head = -(-rows // block) * -(-width // block) * (16 + 4 * block * block)
-    if width > 128:
-        per_head += 2 * 4 * 128 * -(-width // 128) * 128
-    extra = (4 if query.dtype == "float32" else 0) * rows + (32 * -(-rows // block) if width > 64 else 0)
-    return _takes(batch * heads * (4 * rows + per_head + extra), exact=False)
-
-
-@_rule("_scaled_dot_product_cudnn_attention_backward")
-def cudnn_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
-    """Two of the query's size and fp32 row sums. Not exact: cuDNN's workspace comes on top. Source: cudnn/MHA.cpp,
-    ``run_cudnn_SDP_bprop``."""
-    query = args["query"]
-    batch, heads, rows, _ = query.shape
-    return _takes(2 * query.nbytes + 4 * batch * heads * rows, exact=False)
+    """Copies of the gradient, such as one of a part of a concatenation, and for the weight's gradient of the input, where
+    they are not dense in the format; later, when the other gradients are there, the partial sums of the bias's. A depthwise
+    kernel makes the weight's gradient before the input's. Exact but for cuDNN's workspace, and where the weight is channels
+    last and the input is not, or a depthwise input has gaps. Source: Convolution.cpp, ``convolution_backward``;
+    cudnn/ConvShared.cpp; cuda/DepthwiseConv2d.cu."""
+    grad, x, mask = args["grad_output"], args["input"], args["output_mask"]
+    depthwise = _is_depthwise(args)
+    last = _suggests_channels_last(x) if depthwise else _in_channels_last(x, args["weight"])
+    exact = last == _suggests_channels_last(x) and not (depthwise and _copied(x, last))
+    copies = [_copied(grad, last)]
+    if mask[1] and not (depthwise and mask[0]):
+        copies.append(_copied(x, last))
+    if not mask[2]:
+        return takes(*copies, exact=exact)
+    partial = _reduced(grad, [d for d in range(len(grad.shape)) if d != 1], device, 4)
+    bias_bytes = grad.shape[1] * ITEM_BYTES[grad.dtype]
+    if sum(copies) - bias_bytes <= sum(partial):
+        return takes(*partial, exact=exact and _offsets_fit(grad))
+    largest = max(copies)
+    copies.remove(largest)
+    return takes(largest - bias_bytes, *copies, exact=exact)
 
 
 # -- indices, sorting, scans ----------------------------------------------------------------------------------------------
 
 
-@_rule("embedding_dense_backward", "_embedding_bag_backward", "_embedding_bag_dense_backward")
+@rule("embedding_dense_backward", "_embedding_bag_backward", "_embedding_bag_dense_backward")
 def embedding_backward(args: Arguments, device: DeviceModel) -> Scratch:
     """Above 3,072 ids: gradients of partial segments of at most 10 ids in fp32, five arrays of 64-bit numbers an id, one
     a partial segment. Exact for rows of 64 values or more, where sorting the ids takes less. Source:
@@ -366,52 +331,52 @@ def embedding_backward(args: Arguments, device: DeviceModel) -> Scratch:
         return Scratch()
     partial = count // 10 + min(count, args["num_weights"])
     width = grad.shape[-1]
-    return _takes(
+    return takes(
         4 * partial * width + 40 * count + 8 * partial + 16, exact=width >= 64 and count <= args["num_weights"]
     )
 
 
-@_rule("index_put", "index_put_", "_index_put_impl_")
+@rule("index_put", "index_put_", "_index_put_impl_")
 def index_put(args: Arguments, device: DeviceModel) -> Scratch:
     """Accumulating: the ids sorted, with where they came from, and twice that to sort them in; one pass and no second
     pair for few. Upper bound. Source: cuda/Indexing.cu, ``index_put_with_sort_kernel``; cub's radix sort."""
     if not args.get("accumulate"):
         return Scratch(exact=False)
     count = max((i.numel for i in args["indices"] if i is not None), default=0)
-    return _takes(48 * count + count // 2 + 8192, exact=False)
+    return takes(48 * count + count // 2 + 8192, exact=False)
 
 
-@_rule("sort")
+@rule("sort")
 def sort(args: Arguments, device: DeviceModel) -> Scratch:
     """Up to 4,096 along the dimension: one row of 64-bit positions. More: keys twice and positions thrice for cub's radix
     sort. The first exact, the second an upper bound. Source: cuda/Sort.cpp, ``sort_cuda_kernel``, SortStable.cu."""
     x = args["self"]
     length = x.shape[args.get("dim", -1)] if x.shape else 1
     if length <= 4096:
-        return _takes(8 * length)
+        return takes(8 * length)
     single = x.numel == length
     per_value = 2 * ITEM_BYTES[x.dtype] + (12 if single else 24)
     tiles = x.numel // 2 + 16384 + (5 << 20 if ITEM_BYTES[x.dtype] <= 2 else 0)
-    return _takes(per_value * x.numel + tiles, exact=False)
+    return takes(per_value * x.numel + tiles, exact=False)
 
 
-@_rule("topk")
+@rule("topk")
 def topk(args: Arguments, device: DeviceModel) -> Scratch:
     """Counters of a radix select by several blocks a row. Upper bound. Source: cuda/TensorTopK.cu, namespace
     ``mbtopk``."""
     x = args["self"]
     rows = x.numel // max(1, x.shape[args.get("dim", -1)]) if x.shape else 1
-    return _takes(1600 * rows + int(0.55 * x.numel) + 4096, exact=False)
+    return takes(1600 * rows + int(0.55 * x.numel) + 4096, exact=False)
 
 
-@_rule("cumsum", "cumprod", "logcumsumexp")
+@rule("cumsum", "cumprod", "logcumsumexp")
 def scans(args: Arguments, device: DeviceModel) -> Scratch:
     """Of one row alone: the state of every tile of cub's scan. Upper bound. Of several rows: nothing. Source:
     cuda/ScanUtils.cuh, ``scan_dim``."""
     x = args["self"]
     if not x.shape or x.numel != x.shape[args["dim"]]:
         return Scratch()
-    return _takes(int(0.0045 * x.numel) + 1280, exact=False)
+    return takes(int(0.0045 * x.numel) + 1280, exact=False)
 
 
 def _dims(args: Arguments) -> Collection[int]:

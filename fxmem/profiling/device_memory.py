@@ -15,9 +15,11 @@ import torch
 
 from fxmem.devices import DeviceModel
 from fxmem.fake.stand_in import cuda_model
+from fxmem.profiling import cuda_scratch_attention  # noqa: F401  (its rules)
 from fxmem.profiling.caching_allocator import cublas_workspace_bytes, rounded
 from fxmem.profiling.cuda_reduction import TensorRecord
 from fxmem.profiling.cuda_scratch import has_rule, scratch_of, uses_cublas
+from fxmem.torch_private import schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,6 @@ class Inside:
 
     blocks: tuple[int, ...] = ()
     """Bytes of each allocation."""
-    exact: bool = True
     uses_library: bool = False
     """Whether it runs in cuBLAS, which keeps a workspace for each thread that ever used it."""
 
@@ -55,12 +56,10 @@ class DeviceMemory:
     def inside(self, func: Any, args: Any, kwargs: Any) -> Inside:
         """Return what a dispatched op takes inside."""
         name = func.overloadpacket.__name__
-        if self.model is None or not _is_on_cuda(args):
-            return _NOTHING
-        if not has_rule(name):
+        if self.model is None or not has_rule(name) or not _is_on_cuda(args):
             return _NOTHING
         scratch = scratch_of(name, _by_name(func, args, kwargs), self.model)
-        return Inside(tuple(map(rounded, scratch.blocks)), scratch.exact, uses_cublas(name))
+        return Inside(tuple(map(rounded, scratch.blocks)), uses_cublas(name))
 
     def workspaces(self, num_threads: int) -> tuple[int, ...]:
         """Return the bytes of cuBLAS's workspaces, one for each thread."""
@@ -79,7 +78,7 @@ def _is_on_cuda(args: Any) -> bool:
 
 def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call by the names of the op's schema, tensors as plain data."""
-    declared = func._schema.arguments
+    declared = schema_of(func).arguments
     given = {a.name: a.default_value for a in declared if a.has_default_value()}
     given |= {a.name: value for a, value in zip(declared, args, strict=False)} | dict(kwargs)
     return {name: _plain(value) for name, value in given.items()}

@@ -1,6 +1,6 @@
 """From one observed training step to the plain :class:`GraphProfile` that planners work on, and its recipes' replays.
 
-In: an :class:`StepTrace`. Out: a :class:`Profiled`. Bytes are exact: the curve of what no plan changes is read from
+In: a :class:`StepTrace`. Out: a :class:`Profiled`. Bytes are exact: the curve of what no plan changes is read from
 the observed allocations, and each recipe is run once more on fakes to see the peak of its re-run
 (:mod:`fxmem.profiling.recompute_peaks`). Not modelled: scratch that a kernel allocates below the dispatcher.
 """

@@ -1,6 +1,6 @@
 """Running a captured graph's training step on fakes, node by node, and writing down all that happens.
 
-In: a captured graph, its inputs and step. Out: an :class:`StepTrace`: per node what it reads, makes, writes
+In: a captured graph, its inputs and step. Out: a :class:`StepTrace`: per node what it reads, makes, writes
 and saves, and the stream of allocations, frees, unpacks and releases of the whole step. What an op does is seen from
 autograd and from dispatch; what these do not show is taken from :mod:`fxmem.op_facts`.
 """

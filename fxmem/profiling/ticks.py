@@ -1,6 +1,6 @@
 """From the events of an observed step to ticks: what is unpacked, made, let go of and released, in what order.
 
-In: an :class:`StepTrace` and the indices of its managed storages. Out: the :class:`Tick`s of a profile. A tick begins
+In: a :class:`StepTrace` and the indices of its managed storages. Out: the :class:`Tick`s of a profile. A tick begins
 with unpacks and ends with releases; its bytes are those of everything that no plan changes.
 """
 

@@ -24,7 +24,7 @@ from fxmem.torch_patches.export import compiler_says_eager, nodes_shown_to, quie
 from fxmem.torch_patches.fakes import grouped_matmuls, no_value_checks
 from fxmem.torch_patches.optimizers import fakes_for_each, steady_scaler
 from fxmem.torch_patches.replacing import PATCHES
-from fxmem.torch_patches.stand_in import cuda_asked, cuda_for_fakes
+from fxmem.torch_patches.stand_in import cuda_asked, cuda_for_fakes, kernels_on_cuda
 
 __all__ = [
     "PATCHES",
@@ -41,6 +41,7 @@ __all__ = [
     "graphs_shown_to",
     "grouped_matmuls",
     "in_batched_backward",
+    "kernels_on_cuda",
     "no_value_checks",
     "nodes_shown_to",
     "outside_of_batch",

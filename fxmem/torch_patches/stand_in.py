@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def cuda_asked(name: str, capability: tuple[int, int]) -> Iterator[None]:
     torch would raise, and would switch autocast off. torch 2.11 to 2.15.
     """
     answers = {
-        "is_bf16_supported": capability >= (8, 0),
+        "is_bf16_supported": True,  # where there are no kernels for it, torch computes in another type
         "get_device_capability": capability,
         "get_device_name": name,
         "current_device": 0,
@@ -68,6 +68,23 @@ def cuda_asked(name: str, capability: tuple[int, int]) -> Iterator[None]:
         for function, answer in answers.items():
             stack.enter_context(replaced(torch.cuda, function, lambda *_, answer=answer, **__: answer))
         yield
+
+
+@patch
+@contextmanager
+def kernels_on_cuda(kernels: Mapping[str, Callable[..., Any]], *, with_autograd: bool = False) -> Iterator[None]:
+    """Give ATen's ops of these names other kernels for CUDA while the body runs; ``with_autograd``: above autograd too.
+
+    Nothing public takes kernels back. torch 2.11 to 2.15.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    for name, kernel in kernels.items():
+        for key in ("AutogradCUDA", "CUDA") if with_autograd else ("CUDA",):
+            library.impl(name, kernel, key, allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 class _Guard(PythonDeviceGuard):

@@ -109,6 +109,21 @@ def _norms(dtype: torch.dtype) -> Iterator[Case]:
             dtype=dtype,
         )
         yield case(
+            f"layer_norm of a transpose {rows}x{cols}",
+            lambda x, w, b: F.layer_norm(x.t(), w.shape, w, b).t(),
+            (cols, rows),
+            (cols,),
+            (cols,),
+            dtype=dtype,
+        )
+        yield case(
+            f"rms_norm of a transpose {rows}x{cols}",
+            lambda x, w: F.rms_norm(x.t(), w.shape, w, 1e-5).t(),
+            (cols, rows),
+            (cols,),
+            dtype=dtype,
+        )
+        yield case(
             f"rms_norm {rows}x{cols}", lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (rows, cols), (cols,), dtype=dtype
         )
     for shape in ((8, 64, 64, 64), (4, 320, 32, 32), (16, 32, 7, 7)):
@@ -233,6 +248,17 @@ def _rest(dtype: torch.dtype) -> Iterator[Case]:
     for name, call in calls.items():
         yield case(name, call, image, dtype=dtype)
     yield case("bmm", torch.bmm, (64, 256, 64), (64, 64, 256), dtype=dtype)
+    for name, call in {"mm": torch.mm, "matmul": torch.matmul}.items():  # the gradient of a sum is expanded
+        yield case(f"{name}, summed", lambda a, b, call=call: call(a, b).sum(), (512, 256), (256, 384), dtype=dtype)
+    yield case("bmm, summed", lambda a, b: torch.bmm(a, b).sum(), (16, 64, 32), (16, 32, 96), dtype=dtype)
+    yield case("baddbmm", torch.baddbmm, (16, 64, 96), (16, 64, 32), (16, 32, 96), dtype=dtype)
+    yield case("mv", torch.mv, (512, 256), (256,), dtype=dtype)
+    yield case("dot", torch.dot, (4096,), (4096,), dtype=dtype)
+    yield case("amin, argmin", lambda x: x.amin(0) + x.argmin(0) + x.argmax(0), (8192, 256), dtype=dtype)
+    yield case("min", lambda x: x.min(0)[0], (8192, 256), dtype=dtype)
+    yield case("var_mean", lambda x: sum(torch.var_mean(x, 0)) + sum(torch.std_mean(x, 0)), (8192, 256), dtype=dtype)
+    yield case("nansum", lambda x: x.nansum(0), (8192, 256), dtype=dtype)
+    yield case("logcumsumexp", lambda x: x.logcumsumexp(0), (1 << 18,), dtype=dtype)
     yield case("einsum", lambda a, b: torch.einsum("bsd,dhk->bhsk", a, b), (8, 64, 512), (512, 16, 32), dtype=dtype)
     yield case("grid_sample", lambda a, b: F.grid_sample(a, b, align_corners=False), image, (4, 64, 64, 2), dtype=dtype)
 

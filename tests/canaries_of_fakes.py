@@ -1,0 +1,124 @@
+"""Canaries of the patches of fakes, optimizers and of a GPU that is not there."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fxmem import torch_patches as patches
+from fxmem.fake.fake_tensors import ScalarReads
+from tests.canaries import canary, ops_of, outcome
+
+
+@canary(patched=torch.float32, plain="raises")
+def grouped_matmuls(on: bool) -> object:
+    """Dtype of a fake grouped matmul in float32."""
+
+    def run() -> object:
+        with FakeTensorMode(), patches.grouped_matmuls() if on else nullcontext():
+            ends, width = torch.empty(2, dtype=torch.int32), 16 if on else 32  # fakes remember what they made
+            return torch.ops.aten._grouped_mm(torch.empty(8, width), torch.empty(2, width, 16), ends).dtype
+
+    return outcome(run)
+
+
+@canary(patched="made", plain="raises")
+def no_value_checks(on: bool) -> object:
+    """Whether a distribution can be made of fakes."""
+
+    def run() -> object:
+        with FakeTensorMode(), patches.no_value_checks() if on else nullcontext():
+            torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+        return "made"
+
+    with mock.patch.object(torch.distributions.Distribution, "_validate_args", True):  # dynamo sets it for good
+        return outcome(run)
+
+
+def _for_each(parameter: torch.Tensor) -> bool:
+    parameter.grad = torch.empty_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    return any(name.startswith("_foreach") for name in ops_of(optimizer.step))
+
+
+@canary(patched=True, plain=False)
+def fakes_for_each(on: bool) -> object:
+    """Whether SGD takes multi-tensor kernels for fakes, where it does for real parameters."""
+    with patches.cuda_for_fakes(), FakeTensorMode(), patches.fakes_for_each() if on else nullcontext():
+        return _for_each(torch.ones(2, device="cuda", requires_grad=True))
+
+
+@canary(patched=("cuda", 2), plain=("", 0))
+def cuda_for_fakes(on: bool) -> object:
+    """Which accelerator autograd finds, and the size of a gradient there. (Unpatched, a backward ends the process.)"""
+    with patches.cuda_for_fakes() if on else nullcontext():
+        device = torch.accelerator.current_accelerator(check_available=not on and torch.version.cuda is not None)
+        if device is None:
+            return "", 0
+        with FakeTensorMode(), torch.autograd.set_multithreading_enabled(False):
+            x = torch.ones(2, device="cuda", requires_grad=True)
+            (x * x).sum().backward()
+        assert x.grad is not None
+        return device.type, x.grad.numel()
+
+
+@canary(patched=((9, 0), torch.float16), plain="raises")
+def cuda_asked(on: bool) -> object:
+    """What a model hears of a device that is not there, and the dtype of a product in an autocast region of CUDA."""
+
+    def run() -> object:
+        with patches.cuda_asked("h100", (9, 0)) if on else nullcontext():
+            capability = torch.cuda.get_device_capability()
+            with FakeTensorMode(), torch.autocast("cuda", torch.float16):
+                x = torch.ones(2, 2, device="cuda")
+                return capability, (x @ x).dtype
+
+    return outcome(run)
+
+
+@canary(patched=(True, True), plain=(False, "raises"))
+def steady_scaler(on: bool) -> object:
+    """Whether the scaler's tensors are fake, and whether it steps."""
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+
+    class Watched:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    with FakeTensorMode(allow_non_fake_inputs=True), ScalarReads():
+        parameter = torch.ones(2, requires_grad=True)
+        parameter.grad = torch.ones(2)
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        given = patches.steady_scaler(scaler, torch.device("cpu")) if on else scaler
+        given.scale(torch.ones(()))
+        stepped: list[object] = []
+        optimizer.register_step_pre_hook(lambda *_: stepped.append(0))
+        result = outcome(lambda: given.step(Watched(optimizer)))
+    tensors = [value for value in vars(given).values() if isinstance(value, torch.Tensor)]
+    return all(isinstance(t, FakeTensor) for t in tensors), result if result == "raises" else bool(stepped)
+
+
+@canary(patched="given", plain="raises")
+def kernels_on_cuda(on: bool) -> object:
+    """Which kernel a fake on CUDA runs for an op that is put together from others."""
+
+    def given(x: torch.Tensor, groups: int) -> torch.Tensor:
+        raise KeyError("given")
+
+    def run() -> object:
+        with (
+            patches.cuda_for_fakes(),
+            patches.kernels_on_cuda({"channel_shuffle": given}, with_autograd=True) if on else nullcontext(),
+            FakeTensorMode(),
+        ):
+            try:
+                torch.ops.aten.channel_shuffle(torch.ones(1, 4, 2, 2, device="cuda"), 2)
+            except KeyError as error:
+                return error.args[0]
+            raise LookupError
+
+    return outcome(run)

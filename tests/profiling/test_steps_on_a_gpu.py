@@ -1,0 +1,156 @@
+"""Training steps counted for a GPU that is not here, beside what PyTorch's allocator counted on an emulated one.
+
+The figures are those of ``benchmarks/results/cuda_eager_h100-80gb.json``, recorded with torch 2.14.1
+(``python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_memory measure h100-80gb FILE``).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxmem
+from benchmarks.cuda_cases import CASES
+from benchmarks.cuda_memory import step_of
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
+from fxmem.devices import device_named
+from fxmem.fake.fake_tensors import FakeWorld
+from fxmem.fake.stand_in import standing_in
+from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents
+from fxmem.profiling.verify import eager_step
+from fxmem.runtime.autocast import Autocast
+from fxmem.torch_patches import as_in_training
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/cuda_eager_h100-80gb.json"
+EXACT = (
+    "mlp fp32",
+    "causal fp32",
+    "causal bf16 autocast, no dropout",
+    "words fp32",
+    "words bf16 autocast",
+    "indexed rows",
+    "sorted rows",
+    "convolutions with GroupNorm",
+    "generator against discriminator",
+    "autoencoder, binary cross-entropy",
+    "autoencoder, Huber",
+)
+MIB = 1 << 20
+
+
+def counted(name: str) -> AllocatorPeaks:
+    case = CASES[name]
+    model, (args, kwargs) = case.build(), case.inputs()
+    inputs = Inputs.of_example(args, kwargs, model)
+    world = FakeWorld(inputs.leaves, "cuda", moved=True)
+    moved = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+    with as_in_training(), standing_in(device_named("h100-80gb")), world.state_of(model):
+        captured = capture(model, moved, Autocast.of("cuda", case.autocast))
+        return eager_step(model, captured, moved, step_of(case, "adamw", None)).events.peaks()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_allocated_and_reserved_bytes_are_those_recorded(name: str) -> None:
+    recorded = json.loads(RESULTS.read_text())["cases"][name]
+    peaks = counted(name)
+    assert (peaks.allocated_bytes, peaks.reserved_bytes) == (recorded["allocated"], recorded["reserved"])
+
+
+def test_ops_with_kernels_of_their_own_stay_whole() -> None:
+    seen: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    world = FakeWorld((), "cuda", moved=True)
+    with standing_in(device_named("h100")), world.active():
+        x = torch.ones(2, 8, device="cuda", requires_grad=True)
+        with Names():
+            (nn.functional.silu(x) + nn.functional.mish(x) + nn.functional.rms_norm(x, (8,))).sum().backward()
+    assert {"silu_backward", "mish_backward", "_fused_rms_norm"} <= set(seen)
+    assert not {"sigmoid", "rsqrt", "tanh"} & set(seen)
+
+
+def blocks(dropout: float = 0.1) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(dropout)) for _ in range(4)))
+
+
+@pytest.mark.parametrize("budget_of", ["allocated", "reserved"])
+def test_the_floor_that_an_estimate_names_can_be_kept_and_no_less(budget_of: str) -> None:
+    model, x, options = (
+        blocks(),
+        torch.randn(4096, 256),
+        {"optimizer": "sgd", "plan_seconds": 1, "budget_of": budget_of},
+    )
+    estimate = fxmem.estimate(model, x, device="cuda:h100", **options)
+    assert estimate.cuda is not None
+    bound = estimate.cuda.reserved_bytes if budget_of == "reserved" else estimate.cuda.allocated_bytes
+    assert estimate.floor_bytes < estimate.bound_bytes == bound
+    assert estimate.fits(bound)
+    assert not estimate.fits(bound - 1)
+    kept = fxmem.optimize(model, x, plan_for="h100", budget=estimate.floor_bytes, **options).fxmem.report
+    assert kept.cuda is not None
+    taken = kept.cuda.reserved_bytes if budget_of == "reserved" else kept.cuda.allocated_bytes
+    assert taken <= estimate.floor_bytes
+    with pytest.raises(fxmem.InfeasibleBudgetError) as refused:
+        fxmem.optimize(model, x, plan_for="h100", budget=estimate.floor_bytes // 2, **options)
+    fxmem.optimize(model, x, plan_for="h100", budget=refused.value.least_bytes, **options)
+
+
+def test_gradients_of_earlier_micro_batches_are_there_in_every_step() -> None:
+    """With state made at the end of the first step, the largest step is the second."""
+    model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.randn(8, 512)
+    estimate = fxmem.estimate(model, x, device="cuda:h100", accumulate=True, plan_seconds=1)
+    assert estimate.cuda is not None
+    assert 0 <= estimate.cuda.allocated_bytes - estimate.peak_bytes < MIB
+
+
+def test_state_is_made_where_the_first_step_ends_though_the_optimizer_allocates_nothing_else() -> None:
+    events = StepEvents(state=(("alloc", 7, 3 * MIB),), step=(("alloc", 8, 2 * MIB), ("free", 8, 0)), optimizer_at=2)
+    assert events.peaks().allocated_bytes == 5 * MIB
+
+
+def test_planning_for_a_gpu_leaves_no_fakes_and_a_call_plans_for_where_it_is() -> None:
+    model, x = blocks(), torch.randn(64, 256)
+    optimized = fxmem.optimize(model, x, plan_for="a100-80gb", optimizer="sgd", plan_seconds=1)
+    report = optimized.fxmem.report
+    assert report.cuda is not None
+    assert report.floor_bytes <= report.cuda.allocated_bytes
+    assert report.budget_bytes == fxmem.api.budget.parse_budget(None, "auto", model, gpu=device_named("a100-80gb"))
+    assert optimized.fxmem.constants == ()
+    assert not optimized.fxmem.is_planned
+    with pytest.raises(fxmem.NotPlannedError):
+        _ = optimized.fxmem.graph_module
+    optimized(x).sum().backward()
+    assert optimized.fxmem.report.cuda is None
+    assert all(p.grad is not None and p.grad.device.type == "cpu" for p in model.parameters())
+
+
+def test_the_largest_batch_on_a_gpu_is_that_whose_allocated_bytes_fit() -> None:
+    model, options = blocks(0.0), {"device": "cuda:h100", "optimizer": "sgd", "plan_seconds": 1}
+    budget = 96 * MIB
+    largest = fxmem.estimate(model, torch.randn(64, 256), **options).max_batch_size(budget)
+    inside, outside = (fxmem.estimate(model, torch.randn(n, 256), **options) for n in (largest, largest + 1))
+    assert inside.bound_bytes <= budget < outside.bound_bytes
+
+
+def test_a_gpu_that_is_not_known_and_a_budget_that_nothing_tells() -> None:
+    model, x = blocks(), torch.randn(8, 256)
+    with pytest.raises(fxmem.InputError, match="no GPU is known as 'h900'; known are h100-80gb"):
+        fxmem.optimize(model, x, plan_for="h900")
+    with pytest.raises(fxmem.InputError, match="no GPU is known as 'abacus'"):
+        fxmem.estimate(model, x, device="cuda:abacus")
+    with pytest.raises(fxmem.BudgetError, match="name a GPU with plan_for="):
+        fxmem.optimize(model, x, budget="auto")
+    with pytest.raises(fxmem.InputError, match="unknown budget_of 'used'; known: allocated, reserved"):
+        fxmem.optimize(model, x, budget_of="used")
