@@ -17,6 +17,7 @@ from benchmarks.measure import Row
 from benchmarks.models import MODELS
 from benchmarks.published import PATH as PUBLISHED
 from benchmarks.published import Result, load_results, table
+from benchmarks.published_memory import told
 from benchmarks.results_file import RESULTS, load_rows
 from benchmarks.ways import NOT_INSTALLABLE
 
@@ -346,6 +347,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "compare": compare,
     "compare_table": compare_table,
     "published": published,
+    "published_memory": told,
 }
 FILLED = ("README.md", "docs/results.md")
 """Texts with sections between markers."""

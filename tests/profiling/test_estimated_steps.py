@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fxmem
 from fxmem.ir import Phase
+from fxmem.profiling.caching_allocator import Allocation, StepEvents
 from fxmem.profiling.training_step import run_step
 from fxmem.runtime.autocast import Autocast
 from tests.profiling.steps import measured_peak
@@ -263,3 +264,13 @@ def test_state_the_optimizer_has_already_counts_whether_this_step_reaches_its_pa
     estimate = fxmem.estimate(model, x, optimizer=optimizer, plan_seconds=1)
     assert estimate.breakdown.optimizer_state_bytes == 2 * (2 * (64 * 64 + 64) * 4 + 2 * 4)
     assert measured_steady(model, model, x, optimizer) == estimate.peak_bytes
+
+
+def test_gradients_of_earlier_micro_batches_are_there_in_every_step_that_is_simulated() -> None:
+    """A weight and a gradient are there; the step makes and frees 4 MiB, then the optimizer frees the gradient. Its state,
+    which the first step ends with, meets the gradient in the second."""
+    mib = 1 << 20
+    step: tuple[Allocation, ...] = (("alloc", 3, 4 * mib), ("free", 3, 0), ("free", 1, 0))
+    present: tuple[Allocation, ...] = (("alloc", 0, 2 * mib), ("alloc", 1, 2 * mib))
+    events = StepEvents(present, (("alloc", 2, 2 * mib),), step, optimizer_at=2)
+    assert events.peaks().allocated_bytes == 10 * mib
