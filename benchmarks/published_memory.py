@@ -6,8 +6,9 @@ leaves open is said there. Like is compared with like: ``allocated`` and ``reser
 ``process`` (what the driver counts) with reserved bytes and a CUDA context of the size given with the source, ``fits`` with
 the memory of the card. A point that cannot be predicted is listed with the reason.
 
-Not modelled: workspaces of cuDNN, which convolutions take, and what versions of torch and libraries before today's did
-otherwise, where the data file does not say so.
+Convolutions' workspaces are not in a prediction; beside it stands what it would be with them at their upper bound
+(:mod:`fxmem.profiling.cudnn_workspace`). Not modelled: what versions of torch and libraries before today's did otherwise,
+where the data file does not say so.
 """
 
 from __future__ import annotations
@@ -95,6 +96,13 @@ class Outcome:
         if self.point.measured == "allocated":
             return self.peaks.allocated_bytes
         return self.peaks.reserved_bytes + self.point.context_bytes
+
+    @property
+    def bounded(self) -> bool | None:
+        """Whether the published figure is at most the prediction with cuDNN's workspaces at their upper bound."""
+        if self.peaks is None or self.point.published_bytes is None or self.point.measured == "allocated":
+            return None
+        return self.point.published_bytes <= self.peaks.most_reserved_bytes + self.point.context_bytes
 
     @property
     def difference(self) -> float | None:
@@ -235,6 +243,9 @@ def summary(results: Sequence[Outcome]) -> dict[str, Any]:
         rows = [r for r in results if r.point.family == family]
         shares = {r.point.name: r.difference for r in rows if r.difference is not None and not r.point.calibrates}
         told[family] = _spread(shares) if shares else {"points": 0}
+    convnets = [r for r in results if r.point.family == "convnet" and not r.point.calibrates]
+    if "convnet" in told:
+        told["convnet"]["within the bound"] = sum(bool(r.bounded) for r in convnets)
     brackets = [r for r in results if r.verdict]
     told["brackets"] = {
         "points": len(brackets),
@@ -269,6 +280,7 @@ def save(results: Sequence[Outcome], path: Path) -> None:
             "fits": r.point.fits,
             "allocated_bytes": r.peaks and r.peaks.allocated_bytes,
             "reserved_bytes": r.peaks and r.peaks.reserved_bytes,
+            "most_reserved_bytes": r.peaks and r.peaks.most_reserved_bytes,
             "context_bytes": r.point.context_bytes,
             "difference": None if r.difference is None else round(r.difference, 5),
             "verdict": r.verdict,
@@ -300,7 +312,8 @@ def told(path: Path = PATH) -> str:
         f"GPU peaks that others measured and published, beside what fxmem predicts without a GPU "
         f"(`python -m benchmarks.published_memory`, torch {facts['torch']}, {facts['date']}): {found['points']} points "
         f"from {len(load()[0])} sources, {found['not predicted']} of them not predicted (8-bit optimizers, torch.compile). "
-        f"{spread('transformer')}. {spread('convnet')}: cuDNN's workspaces are not modelled. Of {brackets['points']} "
+        f"{spread('transformer')}. {spread('convnet')}: without cuDNN's workspaces; with their upper bound "
+        f"{found['convnet']['within the bound']} are at or below the prediction. Of {brackets['points']} "
         f"batches that fit a card or do not, {brackets['consistent']} agree; at {brackets['of these between']} of them the "
         "card lies between allocated and reserved bytes, which says neither. Sources, readings and "
         "assumptions: `benchmarks/data/published_memory.json`."

@@ -164,6 +164,26 @@ def test_a_recorded_step_replays_to_the_same_peaks_between_its_bounds(name: str)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "gpt2"])
+def test_workspaces_of_convolutions_are_beside_the_prediction(name: str) -> None:
+    """One in the middle of the forward takes nothing where there is room still; one at the peak comes on top."""
+    step = StepEvents(step=tuple(recorded(name)))
+    live, at, most = 0, 0, 0
+    for place, (kind, _, nbytes) in enumerate(step.step):
+        live += nbytes if kind == "alloc" else -nbytes
+        if live > most:
+            at, most = place + 1, live
+    alone, early, late = (
+        replace(step, workspaces=workspaces).peaks() for workspaces in ((), ((1, 512),), ((1, 512), (at, 48 * MIB)))
+    )
+    assert (alone.most_allocated_bytes, alone.most_reserved_bytes) == (alone.allocated_bytes, alone.reserved_bytes)
+    assert early == alone
+    assert late.most_allocated_bytes == alone.allocated_bytes + 48 * MIB
+    assert replace(late, most_allocated_bytes=0, most_reserved_bytes=0) == replace(
+        alone, most_allocated_bytes=0, most_reserved_bytes=0
+    )
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt2"])
 def test_workspaces_of_libraries_are_taken_once_and_stay(name: str) -> None:
     step = StepEvents(step=tuple(recorded(name)))
     alone, beside = step.peaks(), replace(step, libraries=((0, 32 * MIB), (len(step.step) // 2, 32 * MIB))).peaks()

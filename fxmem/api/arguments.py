@@ -243,7 +243,8 @@ def _check_trainable(model: torch.nn.Module) -> None:
         )
 
 
-def without_measuring(settings: Settings, model: torch.nn.Module) -> Settings:
-    """Return ``settings`` without measured times where the model has no real tensors: nothing is to be run for it."""
+def without_measuring(settings: Settings, model: torch.nn.Module, *, elsewhere: bool = False) -> Settings:
+    """Return ``settings`` without measured times where nothing is to be run: the model has no real tensors, or the step
+    is ``elsewhere``, on a GPU that is not here."""
     ghosts = (p.is_meta or isinstance(p, FakeTensor) for p in model.parameters())
-    return replace(settings, measure=False) if any(ghosts) else settings
+    return replace(settings, measure=False) if elsewhere or any(ghosts) else settings

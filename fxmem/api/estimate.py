@@ -136,6 +136,11 @@ class Estimate(PlainData):
                 f"of CUDA's caching allocator: allocated {sized(self.cuda.allocated_bytes)}, reserved "
                 f"{sized(self.cuda.reserved_bytes)} (cuBLAS workspaces {sized(self.cuda.workspace_bytes)} in both)"
             )
+            if self.cuda.most_reserved_bytes > self.cuda.reserved_bytes:
+                lines.append(
+                    f"with cuDNN's workspaces, upper bound: allocated {sized(self.cuda.most_allocated_bytes)}, reserved "
+                    f"{sized(self.cuda.most_reserved_bytes)}"
+                )
         return "\n".join(lines)
 
 
@@ -156,7 +161,8 @@ def estimate(
     - ``device``: where the step is counted, if not where the model is. ``"cuda"`` is this machine's GPU, or an H100 where
       there is none; ``"cuda:a100-80gb"`` a GPU by name (:mod:`fxmem.devices`), for which no CUDA is needed: the model may
       stay on the CPU or the meta device. Autocast's lists, the choice of attention kernels, what is saved, optimizers'
-      kernels, what ops take inside and the allocator are then CUDA's. Missing are cuDNN's workspaces.
+      kernels, what ops take inside and the allocator are then CUDA's. Workspaces of cuDNN's convolutions are not in the
+      figures: with an upper bound of them, allocated and reserved bytes are ``cuda.most_...``.
 
     Gradients are absent at the start of the step (``zero_grad(set_to_none=True)``); with ``accumulate`` they are there,
     as an earlier micro-batch leaves them. The state of optimizer and scaler is there. Sparse gradients count as many
@@ -165,9 +171,9 @@ def estimate(
     Errors: ``InputError``, ``CaptureError``, ``ProfileError``.
     """
     check_model(model)
-    settings = without_measuring(settings_of(options), model)
     inputs = example_of(model, example_args, example_kwargs)
     where, gpu = _place_of_step(device, model)
+    settings = without_measuring(settings_of(options), model, elsewhere=gpu is not None)
     world = FakeWorld(inputs.leaves, where, moved=gpu is not None)
     if gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
         inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, ReadsScalar
+from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OnlyWrites, ReadsScalar
 from fxmem.op_facts.lookup import by_op
 from fxmem.torch_private import (
     FakeTensor,
@@ -37,6 +37,8 @@ class MetaFixups(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READ_AS_ONE and isinstance(args[0], FakeTensor):
             return _one(args[0].dtype)
+        if func in _ONLY_WRITES:
+            return None
         sparse = _SPARSE.get(func)
         if sparse is not None and getattr(args[sparse.place], "layout", None) == torch.sparse_coo:
             kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
@@ -50,6 +52,7 @@ class MetaFixups(TorchDispatchMode):
 
 
 _READ_AS_ONE = {op for op, fact in by_op(ReadsScalar).items() if fact.what == "op" and fact.stand_in}
+_ONLY_WRITES = by_op(OnlyWrites)
 _SPARSE = by_op(FakeOfSparse)
 _RESULTS = by_op(FakeResult)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OpFact, OwnKernelOnCuda
+from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OnlyWrites, OpFact, OwnKernelOnCuda
 
 _ATTENTION = "test_fakes_dispatch_what_torch_did_forward_and_backward"
 _CORRECTED = "test_corrected_fakes_are_as_real_tensors"
@@ -147,6 +147,16 @@ FACTS: tuple[OpFact, ...] = (
         value=OwnKernelOnCuda(),
         why="torch without CUDA has no kernel of CUDA's, and fakes there would run the ops it is put together from",
         test="test_ops_with_kernels_of_their_own_stay_whole",
+    ),
+    OpFact(
+        ops=(
+            *("aten._fused_sgd_.default", "aten._fused_sgd_.tensor_lr"),
+            *("aten._fused_adagrad_.default", "aten._fused_adagrad_.tensor_lr"),
+            *("aten._fused_adam_.tensor_lr", "aten._fused_adamw_.tensor_lr"),
+        ),
+        value=OnlyWrites(),
+        why="torch has no kernel of it for fakes: the CPU's would run on tensors made for the purpose, CUDA's cannot",
+        test="test_fused_optimizers_on_a_gpu_that_is_not_here",
     ),
     OpFact(
         ops=("aten.clone.default",),

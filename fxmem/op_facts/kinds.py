@@ -166,6 +166,11 @@ class OwnKernelOnCuda:
 
 
 @dataclass(frozen=True, slots=True)
+class OnlyWrites:
+    """It writes into its arguments, returns nothing and allocates nothing; fakes have no kernel for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class FakeOfSparse:
     """Its fake kernel forgets the entries of a sparse tensor."""
 

@@ -15,7 +15,7 @@ import os
 import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = 1 << 20
@@ -49,6 +49,11 @@ class AllocatorPeaks:
     allocated_bytes: int
     reserved_bytes: int
     workspace_bytes: int = 0
+    """Of cuBLAS."""
+    most_allocated_bytes: int = 0
+    """With the workspaces of cuDNN's convolutions at their upper bound (:mod:`fxmem.profiling.cudnn_workspace`)."""
+    most_reserved_bytes: int = 0
+    """The same of ``reserved_bytes``."""
 
 
 @dataclass(slots=True)
@@ -217,6 +222,8 @@ class StepEvents:
     """Place in ``step`` where the optimizer's part begins."""
     libraries: tuple[tuple[int, int], ...] = ()
     """(place in ``step``, bytes) of the workspaces that libraries take where they are used first, and keep."""
+    workspaces: tuple[tuple[int, int], ...] = ()
+    """(place in ``step``, bytes) of the most that cuDNN may take there, and give back at once."""
 
     @property
     def library_bytes(self) -> int:
@@ -248,7 +255,32 @@ class StepEvents:
 
     def peaks(self) -> AllocatorPeaks:
         """Return what the caching allocator makes of it."""
-        return replace(allocator_peaks(self.history()), workspace_bytes=self.library_bytes)
+        peaks = allocator_peaks(self.history())
+        most = allocator_peaks(self._with_workspaces().history()) if self.workspaces else peaks
+        return AllocatorPeaks(
+            peaks.allocated_bytes,
+            peaks.reserved_bytes,
+            self.library_bytes,
+            max(peaks.allocated_bytes, most.allocated_bytes),
+            max(peaks.reserved_bytes, most.reserved_bytes),
+        )
+
+    def _with_workspaces(self) -> StepEvents:
+        """Return the step in which each workspace is allocated and freed."""
+        key = 1 + max((key for _, key, _ in (*self.present, *self.state, *self.step)), default=0)
+        step: list[Allocation] = []
+        start = 0
+        for number, (place, nbytes) in enumerate(self.workspaces):
+            step += self.step[start:place]
+            step += (("alloc", key + number, nbytes), ("free", key + number, 0))
+            start = place
+        earlier = [place for place, _ in self.workspaces]
+
+        def moved(place: int) -> int:
+            return place + 2 * sum(each < place for each in earlier)
+
+        libraries = tuple((moved(place), nbytes) for place, nbytes in self.libraries)
+        return StepEvents(self.present, self.state, (*step, *self.step[start:]), moved(self.optimizer_at), libraries)
 
 
 class StepLog:
@@ -258,6 +290,7 @@ class StepLog:
         self._all: list[Allocation] = []
         self._state_at = self._step_at = self._optimizer_at = 0
         self._libraries: list[int] = []
+        self._workspaces: list[tuple[int, int]] = []
 
     def note(self, kind: str, key: int, nbytes: int) -> None:
         self._all.append((kind, key, nbytes))
@@ -274,6 +307,9 @@ class StepLog:
     def note_library(self) -> None:
         self._libraries.append(len(self._all) - self._step_at)
 
+    def note_workspace(self, nbytes: int) -> None:
+        self._workspaces.append((len(self._all) - self._step_at, nbytes))
+
     def events(self, libraries_bytes: Sequence[int]) -> StepEvents:
         """Return what was noted; ``libraries_bytes``: of each library's workspace."""
         return StepEvents(
@@ -282,6 +318,7 @@ class StepLog:
             tuple(self._all[self._step_at :]),
             self._optimizer_at - self._step_at,
             tuple(zip(self._libraries, libraries_bytes, strict=False)),
+            tuple(self._workspaces),
         )
 
 

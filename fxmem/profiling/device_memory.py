@@ -19,6 +19,7 @@ from fxmem.profiling import cuda_scratch_attention  # noqa: F401  (its rules)
 from fxmem.profiling.caching_allocator import cublas_workspace_bytes, rounded
 from fxmem.profiling.cuda_reduction import TensorRecord
 from fxmem.profiling.cuda_scratch import has_rule, scratch_of, uses_cublas
+from fxmem.profiling.cudnn_workspace import workspace_bound
 from fxmem.torch_private import schema_of
 
 
@@ -30,6 +31,8 @@ class Inside:
     """Bytes of each allocation."""
     uses_library: bool = False
     """Whether it runs in cuBLAS, which keeps a workspace for each thread that ever used it."""
+    workspace_bound: int = 0
+    """The most that cuDNN is taken to need while it runs, beside ``blocks``."""
 
 
 _NOTHING = Inside()
@@ -58,8 +61,10 @@ class DeviceMemory:
         name = func.overloadpacket.__name__
         if self.model is None or not has_rule(name) or not _is_on_cuda(args):
             return _NOTHING
-        scratch = scratch_of(name, _by_name(func, args, kwargs), self.model)
-        return Inside(tuple(map(rounded, scratch.blocks)), uses_cublas(name))
+        given = _by_name(func, args, kwargs)
+        scratch = scratch_of(name, given, self.model)
+        blocks = tuple(map(rounded, scratch.blocks))
+        return Inside(blocks, uses_cublas(name), rounded(workspace_bound(name, given)))
 
     def workspaces(self, num_threads: int) -> tuple[int, ...]:
         """Return the bytes of cuBLAS's workspaces, one for each thread."""

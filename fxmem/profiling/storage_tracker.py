@@ -32,7 +32,7 @@ class StorageTracker(TorchDispatchMode):
     Storages that exist before and were not announced by :meth:`hold` weigh nothing. ``live_bytes`` and ``peak_bytes``
     are in bytes. ``on_op`` is called after each dispatched op with ``(func, args, kwargs, output)``. ``memory``: what a
     storage weighs and what ops take inside on the device of the step. ``on_library`` is called where a thread first uses a
-    library that keeps a workspace for it.
+    library that keeps a workspace for it, ``on_workspace`` with the bytes that an op may need of cuDNN beside what counts.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class StorageTracker(TorchDispatchMode):
         on_op: Callable[[Any, Any, Any, Any], None] | None = None,
         memory: DeviceMemory = EVERYWHERE,
         on_library: Callable[[], None] = lambda: None,
+        on_workspace: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._memory, self._on_library = memory, on_library
+        self._memory, self._on_library, self._on_workspace = memory, on_library, on_workspace
         self._unwatched = UnwatchedWrites()
         self._stack = ExitStack()
         self.library_threads: set[str] = set()
@@ -129,6 +130,8 @@ class StorageTracker(TorchDispatchMode):
             if thread not in self.library_threads:
                 self.library_threads.add(thread)
                 self._on_library()
+        if inside.workspace_bound:
+            self._on_workspace(inside.workspace_bound)
         serials = [(self._new_serial(), nbytes) for nbytes in inside.blocks]
         for kind, each in (("alloc", serials), ("free", serials[::-1])):
             for serial, nbytes in each:

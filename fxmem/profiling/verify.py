@@ -110,7 +110,7 @@ def _fake_step(
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
     parameters = [world.fake(p) for p in captured.parameters]
     memory, log = DeviceMemory.of(p.device for p in parameters), StepLog()
-    tracker = StorageTracker(log.note, memory=memory, on_library=log.note_library)
+    tracker = StorageTracker(log.note, memory=memory, on_library=log.note_library, on_workspace=log.note_workspace)
     state = [world.fake(t) for t in _as_moved(subject.owner)]
     left: Gradients | None = None
 

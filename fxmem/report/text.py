@@ -214,6 +214,8 @@ def _summary(report: Report) -> list[tuple[str, str]]:
     if report.cuda is not None:
         rows.append(("allocated by CUDA's allocator", sized(report.cuda.allocated_bytes)))
         rows.append(("reserved by CUDA's allocator", sized(report.cuda.reserved_bytes)))
+        if report.cuda.most_allocated_bytes > report.cuda.allocated_bytes:
+            rows.append(("allocated with cuDNN's workspace, upper bound", sized(report.cuda.most_allocated_bytes)))
     return rows
 
 

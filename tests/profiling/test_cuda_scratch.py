@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fxmem.devices import DEVICES
 from fxmem.profiling.cuda_reduction import TensorRecord, contiguous, reduction_blocks
 from fxmem.profiling.cuda_scratch import RULES, Scratch, scratch_of
+from fxmem.profiling.cudnn_workspace import workspace_bound
 
 RECORDED = {device: f"cuda_scratch_{device}_torch2.14.1.json" for device in ("h100-80gb", "a100-80gb")}
 SMALL_BOUND_BYTES = 6 << 20
@@ -138,3 +140,35 @@ LAST = TensorRecord((4, 64, 64, 64), (64**3, 1, 64**2, 64), "float32")
 def test_a_convolution_copies_gradients_and_inputs_with_gaps(grad: Any, x: Any, mask: Any, taken: int) -> None:
     args = {"grad_output": grad, "input": x, "weight": KERNEL, "output_mask": mask, "groups": 1}
     assert scratch_of("aten.convolution_backward.default", args, DEVICES["h100-80gb"]).transient_bytes == taken
+
+
+def record(x: torch.Tensor) -> TensorRecord:
+    return contiguous(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize(
+    ("transposed", "stride", "padding", "dilation", "groups"),
+    [(False, 1, 1, 1, 1), (False, 2, 3, 1, 1), (False, 1, 0, 2, 4), (True, 2, 1, 1, 1), (True, 3, 0, 2, 2)],
+)
+def test_a_convolution_s_workspace_holds_a_copy_of_input_weight_and_result(
+    transposed: bool, stride: int, padding: int, dilation: int, groups: int
+) -> None:
+    channels = (8, 12 // groups) if transposed else (12, 8 // groups)
+    x, weight = torch.empty(2, 8, 17, 23, device="meta"), torch.empty(*channels, 3, 5, device="meta")
+    geometry = ([stride], [padding], [dilation], transposed, [0], groups)
+    result = torch.ops.aten.convolution(x, weight, None, *geometry)
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    args = {"input": record(x), "weight": record(weight), **dict(zip(names, geometry, strict=True))}
+    bound = workspace_bound("convolution", args)
+    assert bound == x.nbytes + weight.nbytes + result.nbytes
+    assert bound == workspace_bound("convolution_backward", args | {"grad_output": record(result)})
+
+
+def test_winograd_s_transform_takes_two_and_a_quarter_times_input_and_result_in_fp32() -> None:
+    layer = {"stride": [1], "padding": [1], "dilation": [1], "transposed": False, "output_padding": [0], "groups": 1}
+    for dtype, item in (("float32", 4), ("float16", 2)):
+        args = {"input": contiguous((16, 64, 56, 56), dtype), "weight": contiguous((64, 64, 3, 3), dtype), **layer}
+        maps, kernels = 2 * 16 * 64 * 56 * 56, 64 * 64
+        copied = item * (maps + 9 * kernels)
+        assert workspace_bound("convolution", args) == (copied if item == 2 else 9 * maps + 144 * kernels)
+    assert workspace_bound("mm", {}) == 0
