@@ -35,7 +35,7 @@ def workspace_bound(op: str, args: Mapping[str, Any]) -> int:
         return 0  # depthwise: PyTorch's own kernel
     result = args["grad_output"].shape if op == "convolution_backward" else _result_shape(x, weight, args)
     item = ITEM_BYTES[x.dtype]
-    copied = item * (x.numel + weight.numel + prod(result))
+    copied = int(item * (x.numel + weight.numel + prod(result)))
     return max(copied, _winograd_bytes(x, weight, result, args))
 
 

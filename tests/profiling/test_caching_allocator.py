@@ -1,0 +1,187 @@
+"""The caching allocator's rules, on streams worked out by hand and on steps recorded from models."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fxmem.profiling.caching_allocator import (
+    Allocation,
+    CachingAllocator,
+    StepEvents,
+    allocator_peaks,
+    cublas_workspace_bytes,
+    rounded,
+    segment_bytes,
+)
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(("nbytes", "block"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)])
+def test_requests_are_rounded_to_512_bytes(nbytes: int, block: int) -> None:
+    assert rounded(nbytes) == block
+
+
+@pytest.mark.parametrize(
+    ("block", "segment"), [(512, 2), (MIB, 2), (MIB + 512, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB, 12)]
+)
+def test_segments_have_the_size_of_their_class(block: int, segment: int) -> None:
+    assert segment_bytes(block) == segment * MIB
+
+
+def test_small_blocks_share_a_segment_and_large_ones_another() -> None:
+    peaks = allocator_peaks([("alloc", 0, 1000), ("alloc", 1, 1000), ("alloc", 2, 3 * MIB), ("alloc", 3, 3 * MIB)])
+    assert peaks.allocated_bytes == 2 * 1024 + 6 * MIB
+    assert peaks.reserved_bytes == 22 * MIB
+
+
+def test_a_freed_block_is_used_again_and_reserved_stays() -> None:
+    stream = [("alloc", 0, 16 * MIB), ("free", 0, 16 * MIB), ("alloc", 1, 15 * MIB)]
+    assert allocator_peaks(stream).reserved_bytes == 16 * MIB
+    stream = [("alloc", 0, 16 * MIB), ("free", 0, 16 * MIB), ("alloc", 1, 17 * MIB)]
+    assert allocator_peaks(stream).reserved_bytes == 34 * MIB
+
+
+def test_a_large_rest_of_at_most_one_mib_is_not_split_off_and_counts_as_allocated() -> None:
+    stream = [("alloc", 0, 16 * MIB), ("free", 0, 0), ("alloc", 1, 15 * MIB)]
+    assert allocator_peaks(stream).allocated_bytes == 16 * MIB
+    allocator = CachingAllocator()
+    allocator.alloc(0, 16 * MIB)
+    allocator.free(0)
+    allocator.alloc(1, 15 * MIB)
+    assert allocator.allocated_bytes == 16 * MIB  # the whole block: 1 MiB is too little to cut off
+    allocator.free(1)
+    allocator.alloc(2, 14 * MIB)
+    assert allocator.allocated_bytes == 14 * MIB
+
+
+def test_free_neighbours_merge() -> None:
+    allocator = CachingAllocator()
+    for key in range(4):
+        allocator.alloc(key, MIB // 2)
+    for key in (0, 2, 1, 3):
+        allocator.free(key)
+    allocator.alloc(9, MIB)
+    assert allocator.reserved_bytes == 2 * MIB
+
+
+def test_an_expandable_segment_grows_by_pages_where_a_freed_block_is_too_small() -> None:
+    stream = [("alloc", 0, 16 * MIB), ("free", 0, 16 * MIB), ("alloc", 1, 17 * MIB), ("alloc", 2, 4 * MIB)]
+    assert allocator_peaks(stream, expandable=True).reserved_bytes == 40 * MIB  # 17 of 20 taken: a page for 1 more
+    assert allocator_peaks(stream, expandable=False).reserved_bytes == 34 * MIB  # 16, into which the last goes, and 18
+    stream = [("alloc", 0, 15 * MIB), ("alloc", 1, 30 * MIB)]
+    assert allocator_peaks(stream, expandable=True).reserved_bytes == 60 * MIB  # the 5 left serve: 25 more are 2 pages
+    assert allocator_peaks([("alloc", 0, 512), ("alloc", 1, 3 * MIB)], expandable=True).reserved_bytes == 22 * MIB
+
+
+def test_the_end_of_an_expandable_segment_is_spared_where_another_block_serves() -> None:
+    allocator = CachingAllocator(expandable=True)
+    for key, mib in enumerate((12, 2, 6)):  # 20 MiB, full
+        allocator.alloc(key, mib * MIB)
+    allocator.free(2)  # the end: 6 MiB, the best fit
+    allocator.free(0)
+    for key, mib in ((3, 5), (4, 7), (5, 6)):  # 5 and 7 into the 12, for 6 the end is left
+        allocator.alloc(key, mib * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
+    allocator.alloc(6, 1)
+    allocator.alloc(7, 8 * MIB)
+    assert allocator.reserved_bytes == (20 + 2 + 20) * MIB
+
+
+def test_the_environment_says_whether_segments_are_expandable(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = [("alloc", 0, 16 * MIB)]
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    for setting, mib in (("", 16), ("expandable_segments:False", 16), ("backend:native, expandable_segments:True", 20)):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+        assert allocator_peaks(stream).reserved_bytes == mib * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_random_streams_keep_the_books(expandable: bool) -> None:
+    draw = random.Random(0)
+    allocator, live = CachingAllocator(expandable=expandable), {}
+    for key in range(3000):
+        if live and draw.random() < 0.5:
+            gone = draw.choice(list(live))
+            allocator.free(gone)
+            del live[gone]
+        else:
+            live[key] = int(2 ** draw.uniform(3, 25))
+            allocator.alloc(key, live[key])
+        assert sum(rounded(n) for n in live.values()) <= allocator.allocated_bytes <= allocator.reserved_bytes
+    for key in live:
+        allocator.free(key)
+    assert allocator.allocated_bytes == 0
+
+
+def test_the_workspace_of_cublas_depends_on_the_device() -> None:
+    assert cublas_workspace_bytes((9, 0)) == 32 * MIB
+    assert cublas_workspace_bytes((8, 0)) == 8519680
+
+
+# -- steps recorded from models ------------------------------------------------------------------------------------------
+
+TRACES = Path(__file__).parents[1] / "data"
+"""One training step each, AdamW, on CPU: a list of ``[storage, bytes]``, negative where it is freed; in order."""
+
+
+def recorded(name: str) -> list[Allocation]:
+    events = json.loads((TRACES / f"{name}_step.json").read_text())
+    return [("alloc" if nbytes > 0 else "free", key, abs(nbytes)) for key, nbytes in events]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt2"])
+def test_a_recorded_step_replays_to_the_same_peaks_between_its_bounds(name: str) -> None:
+    stream = recorded(name)
+    requested = peak_requested = rounded_live = peak_rounded = 0
+    for kind, _, nbytes in stream:
+        sign = 1 if kind == "alloc" else -1
+        requested += sign * nbytes
+        rounded_live += sign * rounded(nbytes)
+        peak_requested, peak_rounded = max(peak_requested, requested), max(peak_rounded, rounded_live)
+    peaks = allocator_peaks(stream)
+    assert peaks == allocator_peaks(stream)
+    assert peak_requested <= peak_rounded <= peaks.allocated_bytes <= peaks.reserved_bytes
+    assert peaks.reserved_bytes % (2 * MIB) == 0
+    assert peaks.reserved_bytes < 1.6 * peak_requested  # the cache is not wasteful on a step of few sizes
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt2"])
+def test_workspaces_of_convolutions_are_beside_the_prediction(name: str) -> None:
+    """One in the middle of the forward takes nothing where there is room still; one at the peak comes on top."""
+    step = StepEvents(step=tuple(recorded(name)))
+    live, at, most = 0, 0, 0
+    for place, (kind, _, nbytes) in enumerate(step.step):
+        live += nbytes if kind == "alloc" else -nbytes
+        if live > most:
+            at, most = place + 1, live
+    alone, early, late = (
+        replace(step, workspaces=workspaces).peaks() for workspaces in ((), ((1, 512),), ((1, 512), (at, 48 * MIB)))
+    )
+    assert (alone.most_allocated_bytes, alone.most_reserved_bytes) == (alone.allocated_bytes, alone.reserved_bytes)
+    assert early == alone
+    assert late.most_allocated_bytes == alone.allocated_bytes + 48 * MIB
+    assert replace(late, most_allocated_bytes=0, most_reserved_bytes=0) == replace(
+        alone, most_allocated_bytes=0, most_reserved_bytes=0
+    )
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt2"])
+def test_workspaces_of_libraries_are_taken_once_and_stay(name: str) -> None:
+    step = StepEvents(step=tuple(recorded(name)))
+    alone, beside = step.peaks(), replace(step, libraries=((0, 32 * MIB), (len(step.step) // 2, 32 * MIB))).peaks()
+    assert (alone.workspace_bytes, beside.workspace_bytes) == (0, 64 * MIB)
+    assert beside.allocated_bytes == alone.allocated_bytes + 64 * MIB
+    assert beside.reserved_bytes == alone.reserved_bytes + 64 * MIB
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt2"])
+def test_a_second_step_in_the_cache_of_the_first_reserves_nothing_more_for_equal_requests(name: str) -> None:
+    """Blocks that the first step left serve the second where sizes recur; a cache that forgot would double."""
+    first = recorded(name)
+    living = {key for kind, key, _ in first if kind == "alloc"} - {key for kind, key, _ in first if kind == "free"}
+    stream = [*first, *(("free", key, 0) for key in living), *first]
+    assert allocator_peaks(stream).reserved_bytes == allocator_peaks(first).reserved_bytes
