@@ -276,7 +276,7 @@ def _emit(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> 
     graph_module = run_passes(profiled.captured, (Emit(point.plan),), context).graph_module
     step = context.settings.step
     verification, events = verify(graph_module, profiled.captured, context.inputs, timeline, step, profiled.seen)
-    cuda = events.peaks() if _is_on_cuda(profiled) else None
+    cuda = events.peaks(context.allocator_state()) if _is_on_cuda(profiled) else None
     bound = bound_bytes(verification.verified_bytes, cuda, context.settings)
     return Emitted(point, timeline, graph_module, verification, cuda, bound)
 

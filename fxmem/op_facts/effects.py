@@ -5,6 +5,7 @@ from __future__ import annotations
 from fxmem.op_facts.kinds import (
     AddedByExport,
     InPlaceInBackward,
+    InPlaceInLinear,
     MakesConstant,
     NeverRecompute,
     OpFact,
@@ -45,6 +46,14 @@ FACTS: tuple[OpFact, ...] = (
         value=InPlaceInBackward(("BinaryCrossEntropyWithLogitsBackward0",)),
         why=_SUBCLASS,
         test="test_gradients_that_autograd_writes_in_place",
+    ),
+    OpFact(
+        ops=("aten.add.Tensor",),
+        value=InPlaceInLinear(
+            ("aten.mm.default", "aten.bmm.default", "aten.view.default", "aten._unsafe_view.default")
+        ),
+        why=_SUBCLASS,
+        test="test_the_bias_of_a_linear_layer_is_added_in_place",
     ),
     OpFact(
         ops=("aten.index_add.default",),

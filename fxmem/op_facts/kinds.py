@@ -54,6 +54,14 @@ class InPlaceInBackward:
 
 
 @dataclass(frozen=True, slots=True)
+class InPlaceInLinear:
+    """``aten.linear`` adds its bias over the product it has just made, where no mode watches and no tensor is a fake."""
+
+    products: tuple[str, ...]
+    """What ran before it there."""
+
+
+@dataclass(frozen=True, slots=True)
 class NeverRecompute:
     """It may not run again."""
 

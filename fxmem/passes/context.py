@@ -9,9 +9,12 @@ import torch
 
 from fxmem.capture.dynamic_batch import without_values
 from fxmem.capture.graph import CaptureGraph, Inputs, device_of
+from fxmem.fake.stand_in import original_of
 from fxmem.planners.policy import Rule
+from fxmem.profiling.allocator_state import AllocatorState, allocator_state
 from fxmem.profiling.profile import Profiled, profile
 from fxmem.profiling.roofline import Hardware, hardware_for
+from fxmem.profiling.storage_tracker import tensors_of
 from fxmem.profiling.training_step import TrainingStep
 from fxmem.progress import check_interrupted
 from fxmem.runtime.autocast import Autocast
@@ -85,6 +88,14 @@ class CompileContext:
         """Return ``other``, which has the nodes of ``graph`` and hence its profile."""
         self._profiles[id(other)] = replace(self.profile_of(graph), captured=other)
         return other
+
+    def allocator_state(self) -> AllocatorState | None:
+        """Return what CUDA's allocator holds now; None where the step does not run on a CUDA device that is here."""
+        optimizer, scaler = self.settings.step.optimizer, self.settings.step.scaler
+        given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        parameters = (*self.model.parameters(), *self.model.buffers(), *self.inputs.tensors)
+        present = (*(original_of(t) for t in parameters), *tensors_of([given, scaler]))
+        return allocator_state((t.detach() for t in present), has_state=given is not None and bool(given.state))
 
     def with_settings(self, **changes: Any) -> CompileContext:
         """Return the context under other settings; profiles are shared."""

@@ -15,7 +15,9 @@ import os
 import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from fxmem.profiling.allocator_state import AllocatorState
 
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = 1 << 20
@@ -99,6 +101,24 @@ class CachingAllocator:
         self._owned: dict[int, _Block] = {}
         self._last: dict[bool, _Block] = {}
         """By pool, if segments are expandable: the block at the end of its one segment."""
+
+    @staticmethod
+    def holding(state: AllocatorState) -> CachingAllocator:
+        """Return an allocator in ``state``; the blocks that are not free stay so."""
+        allocator = CachingAllocator()
+        for segment in state.segments:
+            blocks: dict[int, _Block] = {}
+            offset = 0
+            for nbytes, free in segment.blocks:
+                blocks[offset] = block = _Block(len(allocator._segments), offset, nbytes, free)
+                offset += nbytes
+                allocator.allocated_bytes += 0 if free else nbytes
+                if free:
+                    allocator._pools[segment.small].add(block)
+            allocator._segments.append(blocks)
+            allocator._small.append(segment.small)
+            allocator.reserved_bytes += offset
+        return allocator
 
     def alloc(self, key: int, nbytes: int) -> None:
         """Serve a request; ``key`` names it until it is freed. Requests of 0 bytes take nothing."""
@@ -190,8 +210,11 @@ class CachingAllocator:
 
 def allocator_peaks(stream: Iterable[Allocation], *, expandable: bool | None = None) -> AllocatorPeaks:
     """Return the peaks of ``stream``. ``expandable``: whether segments are; None: as the environment has it."""
-    allocator = CachingAllocator(expandable=expandable_segments() if expandable is None else expandable)
-    allocated = reserved = 0
+    return _peaks_of(stream, CachingAllocator(expandable=expandable_segments() if expandable is None else expandable))
+
+
+def _peaks_of(stream: Iterable[Allocation], allocator: CachingAllocator) -> AllocatorPeaks:
+    allocated, reserved = allocator.allocated_bytes, allocator.reserved_bytes
     for kind, key, nbytes in stream:
         if kind == "alloc":
             allocator.alloc(key, nbytes)
@@ -232,6 +255,9 @@ class StepEvents:
     def history(self, num_steps: int = NUM_STEPS) -> Iterator[Allocation]:
         """Yield what a process allocates that puts model and batch on the device and trains some steps."""
         yield from self.present
+        yield from self._steps(num_steps)
+
+    def _steps(self, num_steps: int) -> Iterator[Allocation]:
         freed = {key for kind, key, _ in self.step if kind == "free"}
         gradients = [event for event in self.present if event[0] == "alloc" and event[1] in freed]
         own = {key for kind, key, _ in (*gradients, *self.step) if kind == "alloc"}
@@ -253,17 +279,28 @@ class StepEvents:
         if place == self.optimizer_at:
             yield from self.state
 
-    def peaks(self) -> AllocatorPeaks:
-        """Return what the caching allocator makes of it."""
+    def peaks(self, now: AllocatorState | None = None) -> AllocatorPeaks:
+        """Return what the caching allocator makes of it, in a new process and, where ``now`` is given, in this one: the
+        larger. What others hold in this process is left out."""
         peaks = allocator_peaks(self.history())
         most = allocator_peaks(self._with_workspaces().history()) if self.workspaces else peaks
+        allocated = max(peaks.allocated_bytes, 0 if now is None else self._allocated_from(now))
         return AllocatorPeaks(
-            peaks.allocated_bytes,
+            allocated,
             peaks.reserved_bytes,
             self.library_bytes,
-            max(peaks.allocated_bytes, most.allocated_bytes),
+            max(allocated, most.allocated_bytes),
             max(peaks.reserved_bytes, most.reserved_bytes),
         )
+
+    def _allocated_from(self, now: AllocatorState) -> int:
+        """Return the most that is allocated by steps which start from ``now``."""
+        freed = {key for kind, key, _ in self.step if kind == "free"}
+        gradients = tuple(event for event in self.present if event[1] in freed)
+        steps = replace(self, present=gradients, state=() if now.has_state else self.state, libraries=())
+        allocator = CachingAllocator.holding(now)
+        before = allocator.allocated_bytes
+        return _peaks_of(steps.history(), allocator).allocated_bytes - before + now.own_bytes + self.library_bytes
 
     def _with_workspaces(self) -> StepEvents:
         """Return the step in which each workspace is allocated and freed."""

@@ -47,12 +47,11 @@ def flash_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
     upper bound. Source: transformers/cuda/flash_attn/flash_api.cpp, ``mha_bwd``."""
     query, key = args["query"], args["key"]
     batch, heads, rows, width = query.shape
-    total = 4 * batch * heads * -(-rows // 128) * 128 * (_flash_width(width) + 1)
-    total += _copied_by_rows(args["grad_out"]) + _copied_by_rows(args["out"])
+    sums = 4 * batch * heads * -(-rows // 128) * 128
+    copies = _copied_by_rows(args["grad_out"]), _copied_by_rows(args["out"])
     grouped = key.shape[1] != heads
-    if grouped:
-        total += 2 * batch * heads * key.shape[2] * width * ITEM_BYTES[key.dtype]
-    return takes(total, exact=not grouped and width <= 128)
+    of_all_heads = 2 * (batch * heads * key.shape[2] * width * ITEM_BYTES[key.dtype],) if grouped else ()
+    return takes(*copies, sums, sums * _flash_width(width), *of_all_heads, exact=not grouped and width <= 128)
 
 
 def _copied_by_rows(t: TensorRecord) -> int:
@@ -75,7 +74,7 @@ def efficient_attention_backward(args: Arguments, device: DeviceModel) -> Scratc
         per_head += 2 * 4 * 128 * -(-width // 128) * 128
     extra = (4 if query.dtype == "float32" else 0) * rows + (32 * -(-rows // block) if width > 64 else 0)
     copied = _copied_by_rows(args["grad_out_"])
-    return takes(batch * heads * (4 * rows + per_head + extra), copied, exact=False)
+    return takes(copied, 4 * batch * heads * rows, batch * heads * (per_head + extra), exact=False)
 
 
 @rule("_scaled_dot_product_cudnn_attention_backward")
@@ -84,4 +83,4 @@ def cudnn_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
     ``run_cudnn_SDP_bprop``."""
     query = args["query"]
     batch, heads, rows, _ = query.shape
-    return takes(2 * query.nbytes + 4 * batch * heads * rows, exact=False)
+    return takes(query.nbytes, query.nbytes, 4 * batch * heads * rows, exact=False)

@@ -171,6 +171,7 @@ class StorageTracker(TorchDispatchMode):
         written_over = self._unwatched.includes(func, args)
         self._see((args, kwargs), counted=False)
         output = func(*args, **kwargs)
+        self._unwatched.ran(func, output)
         if written_over and output.nbytes == args[0].nbytes:
             self._move(args[0], output)
         self._see(output, counted=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fxmem.profiling.allocator_state import AllocatorState, Segment
 from fxmem.profiling.caching_allocator import (
     Allocation,
     CachingAllocator,
@@ -185,3 +186,37 @@ def test_a_second_step_in_the_cache_of_the_first_reserves_nothing_more_for_equal
     living = {key for kind, key, _ in first if kind == "alloc"} - {key for kind, key, _ in first if kind == "free"}
     stream = [*first, *(("free", key, 0) for key in living), *first]
     assert allocator_peaks(stream).reserved_bytes == allocator_peaks(first).reserved_bytes
+
+
+def state_of(allocator: CachingAllocator) -> AllocatorState:
+    """What ``torch.cuda.memory_snapshot`` would say of it; nothing is the step's own."""
+    segments = (
+        Segment(small, tuple((block.nbytes, block.free) for _, block in sorted(blocks.items())))
+        for blocks, small in zip(allocator._segments, allocator._small, strict=True)
+    )
+    return AllocatorState(tuple(segments), own_bytes=0, has_state=False)
+
+
+def test_an_allocator_goes_on_from_a_state_as_from_its_own_past() -> None:
+    rng = random.Random(0)
+    past, sizes = CachingAllocator(), [rng.choice((700, 3000, MIB, 3 * MIB, 7 * MIB, 30 * MIB)) for _ in range(400)]
+    for key, nbytes in enumerate(sizes[:200]):
+        past.alloc(key, nbytes)
+        if key % 3:
+            past.free(rng.randrange(key + 1))
+    again = CachingAllocator.holding(state_of(past))
+    assert (again.allocated_bytes, again.reserved_bytes) == (past.allocated_bytes, past.reserved_bytes) > (0, 0)
+    for key, nbytes in enumerate(sizes[200:], 200):
+        for allocator in (past, again):
+            allocator.alloc(key, nbytes)
+            allocator.free(key - 5 if key >= 205 else -1)
+        assert (again.allocated_bytes, again.reserved_bytes) == (past.allocated_bytes, past.reserved_bytes)
+
+
+def test_a_step_counts_as_more_where_the_free_blocks_it_finds_are_not_split() -> None:
+    """A free block of 11 MiB serves a request of 10: the rest is not worth splitting off."""
+    step = StepEvents(step=(("alloc", 0, 10 * MIB), ("free", 0, 0)))
+    busy = Segment(False, ((40 * MIB, False),))
+    found = AllocatorState((busy, Segment(False, ((11 * MIB, True),))), own_bytes=2 * MIB, has_state=True)
+    assert step.peaks().allocated_bytes == 10 * MIB
+    assert step.peaks(found).allocated_bytes == 2 * MIB + 11 * MIB  # others' 40 MiB are not the step's

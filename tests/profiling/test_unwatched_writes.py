@@ -126,3 +126,29 @@ def test_a_sum_in_a_backward_of_ones_own_is_no_write_in_place() -> None:
         kept = step()
     del kept
     assert abs(memory.peak_bytes - x.nbytes - real) <= SLACK
+
+
+class _Affine(nn.Module):
+    """A linear layer over rows with gaps, called as ``call`` does; what follows saves nothing of it and takes less."""
+
+    def __init__(self, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.bias, self.call = nn.Parameter(torch.randn(512, 8)), nn.Parameter(torch.randn(512)), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x.transpose(0, 1), self.weight, self.bias)[..., :8].sum()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        functional.linear,
+        torch.ops.aten.linear.default,
+        lambda x, weight, bias: x @ weight.t() + bias,
+        lambda x, weight, bias: torch.add(torch.matmul(x, weight.t()), bias),
+    ],
+    ids=["linear", "op", "sum", "add"],
+)
+def test_the_bias_of_a_linear_layer_is_added_in_place(call: Callable[..., Tensor]) -> None:
+    """Where the user adds it, sum and product are there at once."""
+    _check(_Affine(call), torch.randn(64, 32, 8), SLACK)

@@ -1,0 +1,64 @@
+"""What CUDA's caching allocator of this process holds now: the state that a step to come starts from.
+
+In: the tensors of a step that are there already. Out: an :class:`AllocatorState`, from ``torch.cuda.memory_snapshot``. A
+large block is split only where more than 1 MiB is left over, so what a step counts as allocated depends on the free
+blocks that it finds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorState:
+    """Segments of one device and the stream that is current, in order of their addresses."""
+
+    segments: tuple[Segment, ...]
+    own_bytes: int
+    """Of the blocks that hold the tensors of the step."""
+    has_state: bool
+    """Whether the optimizer's state is among these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """``blocks``: pairs (bytes, free) from its start to its end."""
+
+    small: bool
+    blocks: tuple[tuple[int, bool], ...]
+
+
+def allocator_state(present: Iterable[torch.Tensor], *, has_state: bool) -> AllocatorState | None:
+    """Return what the allocator holds now; None where no step will run on a CUDA device that is here, and where segments
+    are expandable, which are split wherever something is left.
+
+    ``present``: parameters, buffers, batch, what there is of the state of optimizer and scaler.
+    """
+    tensors = [t for t in present if t.device.type == "cuda"]
+    if not tensors or any(type(t) is not torch.Tensor for t in tensors):
+        return None
+    device = tensors[0].device
+    stream = torch.cuda.current_stream(device).cuda_stream
+    snapshot = torch.cuda.memory_snapshot()
+    found = [s for s in snapshot if s["device"] == device.index and s["stream"] == stream]
+    if any(s.get("is_expandable") for s in found):
+        return None
+    starts: list[int] = []
+    sizes: list[int] = []
+    segments = []
+    for segment in sorted(found, key=lambda s: int(s["address"])):
+        at, blocks = int(segment["address"]), []
+        for block in segment["blocks"]:
+            starts.append(at)
+            sizes.append(block["size"])
+            blocks.append((block["size"], block["state"] == "inactive"))
+            at += block["size"]
+        segments.append(Segment(segment["segment_type"] == "small", tuple(blocks)))
+    pointers = {t.untyped_storage().data_ptr() for t in tensors if t.untyped_storage().nbytes()}
+    own = {bisect_right(starts, pointer) - 1 for pointer in pointers}
+    return AllocatorState(tuple(segments), sum(sizes[place] for place in own if place >= 0), has_state)
