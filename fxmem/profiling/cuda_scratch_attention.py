@@ -62,19 +62,22 @@ def _copied_by_rows(t: TensorRecord) -> int:
 
 @rule("_scaled_dot_product_efficient_attention_backward")
 def efficient_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
-    """Row sums and an accumulator of dq by blocks of queries, in fp32, each block with a lock of 16 bytes; wide heads
-    accumulate dk and dv as well; a copy of the gradient if it is not contiguous as batch, row, head. Upper bound: blocks of
-    fp32 kernels differ by a few bytes a row. Source: transformers/cuda/mem_eff_attention/kernel_backward.h,
-    ``workspace_elements_gq``, ``_gk``, ``_gv``; transformers/cuda/attention_backward.cu."""
+    """Row sums in fp32, and an accumulator of dq by blocks of queries, each with a lock of 16 bytes, 32 in fp32 kernels of
+    wide heads; heads wider than 128 accumulate dk and dv as well. In fp32, before that, the product of gradient and output
+    that the row sums are made from, and these twice. A copy of the gradient if it is not contiguous as batch, row, head.
+    Exact for heads of up to 128. Source: transformers/cuda/mem_eff_attention/kernel_backward.h, ``workspace_elements_gq``,
+    ``_gk``, ``_gv``; transformers/cuda/attention_backward.cu, ``kKernelComputesDelta``."""
     query = args["query"]
     batch, heads, rows, width = query.shape
     block = 64 if width <= 64 else 128
-    per_head = -(-rows // block) * -(-width // block) * (16 + 4 * block * block)
+    lock = 32 if query.dtype == "float32" and width > 64 else 16
+    per_head = -(-rows // block) * -(-width // block) * (lock + 4 * block * block)
     if width > 128:
         per_head += 2 * 4 * 128 * -(-width // 128) * 128
-    extra = (4 if query.dtype == "float32" else 0) * rows + (32 * -(-rows // block) if width > 64 else 0)
-    copied = _copied_by_rows(args["grad_out_"])
-    return takes(copied, 4 * batch * heads * rows, batch * heads * (per_head + extra), exact=False)
+    copied, sums = _copied_by_rows(args["grad_out_"]), 4 * batch * heads * rows
+    before = (query.nbytes, sums, sums) if query.dtype == "float32" else ()
+    blocks = max((sums, batch * heads * per_head), before, key=sum)
+    return takes(copied, *blocks, exact=width <= 128)
 
 
 @rule("_scaled_dot_product_cudnn_attention_backward")
