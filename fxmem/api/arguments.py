@@ -194,8 +194,8 @@ def check_optimizable(model: Any) -> None:
     slots = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ()) if hasattr(model, name)]
     if slots:
         raise InputError(
-            f"{kind.__name__} keeps {slots[0]!r} in __slots__, which an optimized module cannot share with its model: leave "
-            "__slots__ out of the class"
+            f"{kind.__name__} keeps {slots[0]!r} in __slots__, which an optimized module cannot share with its model: "
+            "leave __slots__ out of the class"
         )
 
 
@@ -206,7 +206,7 @@ def check_methods(model: torch.nn.Module, methods: Sequence[str]) -> tuple[str, 
         raise InputError(f"methods must be a sequence of names, not a text: methods=({methods!r},)")
     for name in methods:
         found = inspect.getattr_static(kind, name, None) if isinstance(name, str) else None
-        if not inspect.isfunction(found) or hasattr(torch.nn.Module, name) and name != "forward":
+        if not inspect.isfunction(found) or (hasattr(torch.nn.Module, name) and name != "forward"):
             known = [n for n, f in inspect.getmembers_static(kind, inspect.isfunction) if _is_for_training(n)]
             raise InputError(f"{kind.__name__} has no method {name!r} that could be planned; it has {', '.join(known)}")
     return tuple(methods)

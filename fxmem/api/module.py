@@ -48,8 +48,8 @@ def optimize(
       device has free for it, of this process's share, less a margin of 3 %; on the CPU no bound.
     - ``plan_for``: a GPU by name (``"a100-80gb"``, :mod:`fxmem.devices`) to plan the example for, which need not be here;
       ``report`` is then of that GPU, and the first training call plans for the device it is on.
-    - ``methods``: names of methods that are called in training beside ``forward``, such as ``("forward", "encode")``; each is
-      planned as a step of its own, ``module.fxmem.methods["encode"]``.
+    - ``methods``: names of methods that are called in training beside ``forward``, such as ``("forward", "encode")``; each
+      is planned as a step of its own, ``module.fxmem.methods["encode"]``.
 
     Under autocast the peak counts casts of weights until the region ends; if yours ends before the step does, the peak is
     an upper bound.
@@ -89,10 +89,10 @@ def optimize_(
 
 
 def restore(model: torch.nn.Module) -> torch.nn.Module:
-    """Return ``model`` as it was before :func:`fxmem.optimize` or :func:`fxmem.optimize_`, and so each optimized part of it.
+    """Return ``model`` as it was before :func:`fxmem.optimize` or :func:`fxmem.optimize_`, and so each optimized part.
 
-    Optimized modules become plain objects of their class again; hooks set on them stay. What was never optimized is returned
-    as it is. Errors: ``InputError`` where another library builds on the optimized class (``fully_shard``).
+    Optimized modules become plain objects of their class again; hooks set on them stay. What was never optimized is
+    returned as it is. Errors: ``InputError`` where another library builds on the optimized class (``fully_shard``).
     """
     for module in list(model.modules()):
         for name, part in list(module._modules.items()):

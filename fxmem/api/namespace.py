@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -17,6 +18,7 @@ from fxmem.fake.stand_in import standing_in
 from fxmem.ir import Plan
 from fxmem.passes.context import Settings
 from fxmem.pipeline import Compiled
+from fxmem.profiling.training_step import TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_private import in_dual_level, in_transform, saved_tensor_hooks_allowed
@@ -43,6 +45,13 @@ class Namespace:
         inputs = Inputs.of(args, kwargs, self.original)
         compiled = self.compiled_for(inputs, Autocast.of(device_of(self.original).type))
         return compiled.captured.call(compiled.graph_module, inputs.leaves)
+
+    def plan_anew(self, step: TrainingStep) -> None:
+        """Forget all plans; those to come are for ``step``, of this method and the others."""
+        self.settings = replace(self.settings, step=step)
+        self.plans, self._elsewhere = CompileCache(self.original, self.settings), None
+        for method in self.methods.values():
+            method.plan_anew(step)
 
     def prepare(self, example_args: Any = None, example_kwargs: dict[str, Any] | None = None) -> Report:
         """Plan for a call with these arguments now, before training; return the report.

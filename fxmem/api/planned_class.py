@@ -2,17 +2,17 @@
 
 NOTE [One model, two objects]
 
-1. An optimized module and its original share one ``__dict__``: parameters, buffers, submodules, attributes and flags are the
-   same, whoever sets them. So every method of the model's class works on either.
-2. Of another class is one of the two: a subclass of the original's class, made for this one object, which has what fxmem
-   knows of it (:class:`Namespace`) and a planned ``forward``. It has the original's name, which libraries write to disk and
-   choose by. Calling the class makes a plain object of the original's class, as when part of a container is taken.
-3. :func:`optimized` makes a new object of this class; :func:`optimize_in_place` gives the class to the model itself, and makes
-   a new object for the original.
-4. Not shared is what works around the forward (:data:`OWN`): hooks, ``forward`` replaced on the instance, ``compile()``. Set
-   on the optimized module it runs around the plan. Hooks that the original had before are its own and in the plan, but
-   for a model optimized in place, which runs them around the plan too. Hooks of torch.nn.utils, which compute weights,
-   always stay with the original.
+1. An optimized module and its original share one ``__dict__``: parameters, buffers, submodules, attributes and flags are
+   the same, whoever sets them. So every method of the model's class works on either.
+2. The optimized one is of a subclass of the original's class, made for this one object, which has what fxmem knows of it
+   (:class:`Namespace`) and a planned ``forward``. It has the original's name, which libraries write to disk and choose by.
+   Calling the class makes a plain object of the original's class, as when part of a container is taken.
+3. :func:`optimized` makes a new object of this class; :func:`optimize_in_place` gives the class to the model itself, and
+   makes a new object for the original.
+4. Not shared is what works around the forward (:data:`OWN`): hooks, a ``forward`` put on the instance, ``compile()``. Set
+   on the optimized module it runs around the plan. Hooks that the original had before are its own and in the plan; a model
+   optimized in place runs them around the plan too. Hooks of torch.nn.utils, which compute weights, always stay with the
+   original.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Forward(_Own):
 
 
 class FxMemModule(torch.nn.Module):
-    """What every optimized model is, beside being of its own class. ``module.fxmem`` has the report, the plan, the original.
+    """What every optimized model is, beside of its own class. ``module.fxmem`` has the report, the plan, the original.
 
     Training-mode calls with grad enabled run the emitted graph; the first call of each kind (shapes, dtypes, flags) plans
     for it. All other calls run the original.
@@ -129,7 +129,7 @@ class FxMemModule(torch.nn.Module):
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *OLD_NAMES})
+        return sorted({*super().__dir__(), *OLD_NAMES})  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         budget = self._fxmem.settings.budget_bytes
@@ -148,13 +148,13 @@ class FxMemModule(torch.nn.Module):
         return object.__new__, (FxMemModule,), self._fxmem_state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FxMemModule:
-        made = cast(FxMemModule, object.__new__(FxMemModule))
+        made = object.__new__(FxMemModule)
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self._fxmem_state(), memo))
         return made
 
     def __copy__(self) -> FxMemModule:
-        made = cast(FxMemModule, object.__new__(FxMemModule))
+        made = object.__new__(FxMemModule)
         made.__setstate__({**self._fxmem_state(), "own": {}})
         return made
 
@@ -181,7 +181,7 @@ for _name in OWN:
 
 def optimized(model: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> FxMemModule:
     """Return a new object that is ``model`` with planned methods, ``forward`` among them."""
-    made = cast(FxMemModule, object.__new__(FxMemModule))
+    made = object.__new__(FxMemModule)
     become_optimized(made, namespace_for(model, settings, methods), in_place=False)
     return made
 
@@ -223,13 +223,13 @@ def restored(module: FxMemModule) -> torch.nn.Module:
     kind, own, shared = type(module), module._fxmem_own, vars(module)
     if "_fxmem" not in vars(kind):
         raise InputError(
-            f"the optimized {kind._fxmem_kind.__name__} has become a {kind.__name__} since, which relies on its class as it "
-            "is; call fxmem.restore before fully_shard"
+            f"the optimized {kind._fxmem_kind.__name__} has become a {kind.__name__} since, which relies on its class as "
+            "it is; call fxmem.restore before fully_shard"
         )
     if "forward" in own and "forward" in shared:
         raise InputError(
-            f"the forward of {kind.__name__} was replaced on the instance before it was optimized, and again after; put back "
-            "what replaced it last: del model.forward"
+            f"the forward of {kind.__name__} was replaced on the instance before it was optimized, and again after; "
+            "take back what replaced it last: del model.forward"
         )
     original = module._fxmem.original
     object.__setattr__(module, "__class__", kind._fxmem_kind)
@@ -245,7 +245,7 @@ def restored(module: FxMemModule) -> torch.nn.Module:
 
 def twin_of(model: torch.nn.Module, kind: type[torch.nn.Module] | None = None) -> torch.nn.Module:
     """Return another object that is ``model``, of class ``kind``, by default of the same."""
-    made = cast(torch.nn.Module, object.__new__(kind or type(model)))
+    made = object.__new__(kind or type(model))
     object.__setattr__(made, "__dict__", model.__dict__)
     return made
 
@@ -269,7 +269,9 @@ def class_for(planned: Namespace, *, in_place: bool) -> type[FxMemModule]:
     for name in ("__getitem__", "__iter__"):
         if hasattr(kind, name):
             members[name] = _looked_at(getattr(kind, name))
-    return cast(type[FxMemModule], types.new_class(kind.__name__, (FxMemModule, kind), {}, lambda own: own.update(members)))
+    return cast(
+        type[FxMemModule], types.new_class(kind.__name__, (FxMemModule, kind), {}, lambda own: own.update(members))
+    )
 
 
 def _looked_at(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ _MACHINERY = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch
 
 def level_of_user() -> int:
     """Return the ``stacklevel`` at which the caller's ``warnings.warn`` points at the user's line."""
-    for level, frame in enumerate(_frames(sys._getframe(1)), start=1):
+    for level, frame in enumerate(_frames(inspect.currentframe()), start=0):
         if not _is_machinery(frame):
             return level
     return 1
@@ -24,7 +25,7 @@ def method_running(module: torch.nn.Module) -> str | None:
     """Return the name of the outermost of the user's functions on the stack that is a method call of ``module``."""
     names = [
         frame.f_code.co_name
-        for frame in _frames(sys._getframe(1))
+        for frame in _frames(inspect.currentframe())
         if not _is_machinery(frame) and _first_argument(frame) is module
     ]
     return names[-1] if names else None

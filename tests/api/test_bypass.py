@@ -55,7 +55,9 @@ def told_by(action: Any) -> list[str]:
 def test_a_method_that_goes_around_the_plan_is_named_once_with_a_way_that_works() -> None:
     model = fxmem.optimize(auto(), **QUICK)
     (message,) = told_by(lambda: [model.training_step(batch()).backward() for _ in range(3)])
-    assert message.startswith("Auto.training_step called model.encoder in training mode, which runs outside of the plan")
+    assert message.startswith(
+        "Auto.training_step called model.encoder in training mode, which runs outside of the plan"
+    )
     methods = re.search(r"methods=(\(.*?\))", message)
     assert methods is not None
     again = fxmem.optimize(auto(), methods=eval(methods.group(1)), **QUICK)

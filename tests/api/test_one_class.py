@@ -11,7 +11,7 @@ import multiprocessing
 import pickle
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -54,14 +54,16 @@ def test_what_is_set_on_either_is_set_on_both(way: Callable[..., Any]) -> None:
     assert not original.training
     del original.note
     assert not hasattr(model, "note")
-    assert list(model.state_dict()) == list(original.state_dict()) == [*Net().state_dict(), "extra.weight", "extra.bias"]
+    assert (
+        list(model.state_dict()) == list(original.state_dict()) == [*Net().state_dict(), "extra.weight", "extra.bias"]
+    )
     assert "fxmem" not in " ".join(vars(original)), "the model itself has no trace of it"
 
 
 class Registered(nn.Module, abc.ABC):
     """Its author keeps a register of subclasses, and has a ``__call__`` of their own."""
 
-    known: dict[str, type] = {}
+    known: ClassVar[dict[str, type]] = {}
 
     def __init_subclass__(cls, *, doubling: bool) -> None:
         Registered.known[cls.__name__] = cls
@@ -174,11 +176,11 @@ def test_hooks_run_once_in_order_whenever_they_are_set_and_taken_away() -> None:
     notes: dict[str, list[Any]] = {"eager": [], "fxmem": []}
     for key, m in (("eager", build()), ("fxmem", build())):
         note = notes[key].append
-        first = m.register_forward_hook(lambda module, args, output, note=note: note(("first", module is m)))
+        first = m.register_forward_hook(lambda module, args, output, note=note, m=m: note(("first", module is m)))
         m.register_forward_pre_hook(lambda module, args, note=note: note(("pre 1", type(module).__name__)))
         if key == "fxmem":
             fxmem.optimize_(m, **QUICK)
-        last = m.register_forward_hook(lambda module, args, output, note=note: note(("last", module is m)))
+        last = m.register_forward_hook(lambda module, args, output, note=note, m=m: note(("last", module is m)))
         m.register_forward_pre_hook(lambda module, args, note=note: note(("pre 2", type(module).__name__)))
         step(m)
         first.remove()
