@@ -3,7 +3,8 @@
 from fxmem.api import pickles  # noqa: F401  (names that old pickles look for)
 from fxmem.api.estimate import Estimate, estimate
 from fxmem.api.frontier import BudgetPoint, Frontier, frontier
-from fxmem.api.module import OptimizedModule, optimize
+from fxmem.api.module import OptimizedModule, optimize, optimize_, restore
+from fxmem.api.planned_class import FxMemModule
 from fxmem.api.track import Measurement, track
 from fxmem.errors import (
     BudgetError,
@@ -37,6 +38,7 @@ __all__ = [
     "Estimate",
     "Frontier",
     "FxMemError",
+    "FxMemModule",
     "InfeasibleBudgetError",
     "InputError",
     "Measurement",
@@ -58,5 +60,7 @@ __all__ = [
     "estimate",
     "frontier",
     "optimize",
+    "optimize_",
+    "restore",
     "track",
 ]

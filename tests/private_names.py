@@ -35,9 +35,7 @@ _OF_OTHERS = frozenset(
         "_replace",
         "_bytes",  # a suffix
         "_c10d_functional",  # a namespace of operators
-        "_fxmem_forward",  # attributes of OptimizedModule, by key
-        "_fxmem",
-        "_original_forward",  # accelerate's
+        "_fxmem",  # of an optimized module's class
     }
 )
 _OF_TORCH = {

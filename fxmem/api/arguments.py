@@ -182,7 +182,38 @@ def check_model(model: Any) -> None:
 
 def is_optimized(module: torch.nn.Module) -> bool:
     """True of what :func:`fxmem.optimize` returns."""
-    return "_fxmem" in vars(module)
+    return hasattr(type(module), "_fxmem")
+
+
+def check_optimizable(model: Any) -> None:
+    """Errors: ``InputError`` if ``model`` cannot be planned for, or cannot become an optimized module."""
+    check_model(model)
+    kind = type(model)
+    if "fxmem" in {*dir(kind), *vars(model), *model._modules, *model._parameters, *model._buffers}:
+        raise InputError(f"{kind.__name__} has an attribute 'fxmem', which an optimized module needs: rename it")
+    slots = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ()) if hasattr(model, name)]
+    if slots:
+        raise InputError(
+            f"{kind.__name__} keeps {slots[0]!r} in __slots__, which an optimized module cannot share with its model: "
+            "leave __slots__ out of the class"
+        )
+
+
+def check_methods(model: torch.nn.Module, methods: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the methods to plan. Errors: ``InputError`` if one is no method of ``model``."""
+    kind = type(model)
+    if isinstance(methods, str):
+        raise InputError(f"methods must be a sequence of names, not a text: methods=({methods!r},)")
+    for name in methods:
+        found = inspect.getattr_static(kind, name, None) if isinstance(name, str) else None
+        if not inspect.isfunction(found) or (hasattr(torch.nn.Module, name) and name != "forward"):
+            known = [n for n, f in inspect.getmembers_static(kind, inspect.isfunction) if _is_for_training(n)]
+            raise InputError(f"{kind.__name__} has no method {name!r} that could be planned; it has {', '.join(known)}")
+    return tuple(methods)
+
+
+def _is_for_training(name: str) -> bool:
+    return name == "forward" or not (name.startswith("_") or hasattr(torch.nn.Module, name))
 
 
 def check_alone(model: torch.nn.Module) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fxmem.api.user_frames import level_of_user
 from fxmem.capture.advice import capture_or_advise
 from fxmem.capture.dynamic_batch import largest_batch, resized, varying_dims, without_values
 from fxmem.capture.export import capture, fitting
@@ -34,8 +35,6 @@ from fxmem.torch_patches import as_in_training
 MANY_SPECIALIZATIONS = MANY_STATES = MANY_CONSTANTS = 8
 """Of one signature, by the values of inputs, of a model, by its attributes, or of its arguments that are no tensors: here
 the user hears that planning each takes time."""
-TO_THE_CALL = 9
-"""Frames from a warning to the line that calls the model: ours, those of ``torch.compiler.disable`` and ``nn.Module``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ class CompileCache:
                 f"{name} was called with its attributes in {MANY_STATES} different states (the values of a counter or of a "
                 "schedule, perhaps); each is captured and planned anew. Keep counters out of the model, and what changes "
                 "from step to step in a buffer or an argument that is a tensor.",
-                stacklevel=TO_THE_CALL,
+                stacklevel=level_of_user(),
             )
         constants = constants_of(inputs)
         if constants not in self._constants:
@@ -137,13 +136,13 @@ class CompileCache:
                 warnings.warn(
                     f"{name} was called with {MANY_CONSTANTS} different values of arguments that are no tensors; each is "
                     "captured and planned anew. Pass what changes from step to step as a tensor.",
-                    stacklevel=TO_THE_CALL,
+                    stacklevel=level_of_user(),
                 )
         if len(specializations) == MANY_SPECIALIZATIONS:
             warnings.warn(
                 f"{name} looks at values of its inputs and took {MANY_SPECIALIZATIONS} different ways for calls of one "
                 "signature; each is planned anew. Move what looks at values out of the model.",
-                stacklevel=TO_THE_CALL,
+                stacklevel=level_of_user(),
             )
 
     def _signature(self, inputs: Inputs, autocast: Autocast | None, *, with_sizes: bool = True) -> tuple[Any, ...]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Iterator
 from enum import Enum
-from functools import cache
 from itertools import chain
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -260,8 +260,17 @@ def _slots(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in _slot_names(kind) if hasattr(value, name)}
 
 
-@cache
-def _slot_names(kind: Any) -> tuple[str, ...]:
+_SLOT_NAMES: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+"""By class. A class may be made for one object, and gone with it."""
+
+
+def _slot_names(kind: type) -> tuple[str, ...]:
+    if kind not in _SLOT_NAMES:
+        _SLOT_NAMES[kind] = _found_slot_names(kind)
+    return _SLOT_NAMES[kind]
+
+
+def _found_slot_names(kind: Any) -> tuple[str, ...]:
     slots = [getattr(base, "__slots__", ()) for base in kind.__mro__]
     names = chain.from_iterable((names,) if isinstance(names, str) else names for names in slots)
     return tuple([name for name in names if not name.startswith("__")])

@@ -189,9 +189,10 @@ def _emitted(table: list[Opaque], opaque: Opaque, args: Any, run: Callable[[], A
 
 
 def _of_torch(hook: Any) -> bool:
+    """True for torch's own hooks, which export knows, and fxmem's, which only look on."""
     owner = getattr(hook, "__self__", hook)
     module = getattr(owner, "__module__", None) or type(owner).__module__
-    return str(module).startswith("torch.")
+    return str(module).startswith(("torch.", "fxmem."))
 
 
 class _ModuleHook:

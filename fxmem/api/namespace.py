@@ -1,0 +1,143 @@
+"""``module.fxmem``: what fxmem knows of an optimized module, and how its calls are run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+
+from fxmem.api.arguments import check_alone, example_of, region_of_step
+from fxmem.api.compile_cache import CompileCache
+from fxmem.capture.graph import Inputs, device_of
+from fxmem.devices import DeviceModel
+from fxmem.errors import InputError, NotPlannedError
+from fxmem.fake.fake_tensors import FakeWorld
+from fxmem.fake.stand_in import standing_in
+from fxmem.ir import Plan
+from fxmem.passes.context import Settings
+from fxmem.pipeline import Compiled
+from fxmem.profiling.training_step import TrainingStep
+from fxmem.report.text import Report
+from fxmem.runtime.autocast import Autocast
+from fxmem.torch_private import in_dual_level, in_transform, saved_tensor_hooks_allowed
+
+
+class Namespace:
+    """``module.fxmem``: what fxmem knows of an optimized module. All of it is of the kind of call made last.
+
+    ``original``: the model as it was given. ``settings``: what was asked for. ``methods``: by name, the same for each other
+    method that is planned. Before a call has been planned for, ``report`` and ``plan`` are those of :meth:`prepare_for`;
+    without, they raise ``NotPlannedError``, as ``graph_module`` does.
+    """
+
+    def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
+        self.original, self.settings = original, settings
+        self.methods: dict[str, Namespace] = {}
+        self.plans = CompileCache(original, settings)
+        self._elsewhere: tuple[Plan, Report] | None = None
+        """What was planned for a GPU that need not be here."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the original returns for a training call, computed under the plan of such calls."""
+        _check_mode()
+        inputs = Inputs.of(args, kwargs, self.original)
+        compiled = self.compiled_for(inputs, Autocast.of(device_of(self.original).type))
+        return compiled.captured.call(compiled.graph_module, inputs.leaves)
+
+    def plan_anew(self, step: TrainingStep) -> None:
+        """Forget all plans; those to come are for ``step``, of this method and the others."""
+        self.settings = replace(self.settings, step=step)
+        self.plans, self._elsewhere = CompileCache(self.original, self.settings), None
+        for method in self.methods.values():
+            method.plan_anew(step)
+
+    def prepare(self, example_args: Any = None, example_kwargs: dict[str, Any] | None = None) -> Report:
+        """Plan for a call with these arguments now, before training; return the report.
+
+        Errors: those of :func:`fxmem.optimize`.
+        """
+        inputs = example_of(self.original, example_args, example_kwargs)
+        return self.compiled_for(inputs, region_of_step(self.original, self.settings.step)).report
+
+    def prepare_for(
+        self, gpu: DeviceModel, example_args: Any = None, example_kwargs: dict[str, Any] | None = None
+    ) -> Report:
+        """Plan for a call with these arguments on a GPU that need not be here; return the report.
+
+        Errors: those of :func:`fxmem.optimize`.
+        """
+        inputs = example_of(self.original, example_args, example_kwargs)
+        world = FakeWorld(inputs.leaves, "cuda", moved=True)
+        moved = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+        with standing_in(gpu), world.state_of(self.original):
+            region = region_of_step(self.original, self.settings.step, "cuda")
+            self._elsewhere = self.plans.plan_elsewhere(moved, region)
+        return self._elsewhere[1]
+
+    def compiled_for(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        """Return what is compiled for the signature of ``inputs``, compiling it on first sight."""
+        compiled = self.plans.find(inputs, autocast)
+        if compiled is None:
+            check_alone(self.original)
+            compiled = self.plans.make(inputs, autocast)
+        return compiled
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether any call has been planned for."""
+        return self.plans.latest is not None
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The emitted GraphModule: leaf inputs to a tuple of leaf outputs."""
+        return self._latest().graph_module
+
+    @property
+    def plan(self) -> Plan:
+        """What is kept and what is recomputed."""
+        return self._elsewhere[0] if self._is_elsewhere(self._elsewhere) else self._latest().plan
+
+    @property
+    def report(self) -> Report:
+        """Budget, peaks, overhead and decisions; ``str()`` of it is a table."""
+        return self._elsewhere[1] if self._is_elsewhere(self._elsewhere) else self._latest().report
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that the emitted graph holds, and the model makes anew in each step."""
+        latest = self.plans.latest
+        own = {id(t) for t in (*self.original.parameters(), *self.original.buffers())}
+        held = () if latest is None else (*latest.graph_module.parameters(), *latest.graph_module.buffers())
+        return tuple(t for t in held if id(t) not in own)
+
+    def _is_elsewhere(self, planned: tuple[Plan, Report] | None) -> TypeGuard[tuple[Plan, Report]]:
+        """True if all that was planned for is another GPU."""
+        return planned is not None and self.plans.latest is None
+
+    def _latest(self) -> Compiled:
+        if self.plans.latest is None:
+            raise NotPlannedError(
+                "this module has no plan yet: pass example_args to fxmem.optimize, or call it once in training mode"
+            )
+        return self.plans.latest
+
+
+def _check_mode() -> None:
+    """Errors: ``InputError`` where saved-tensor hooks, which recompute, cannot be."""
+    if in_transform():
+        raise InputError(
+            "an optimized model cannot run inside a torch.func transform (grad, vmap, jvp, ...): these forbid the "
+            "saved-tensor hooks that recompute; apply the transform to the unoptimized model, model.fxmem.original"
+        )
+    if not saved_tensor_hooks_allowed():
+        raise InputError(
+            "an optimized model cannot run where saved-tensor hooks are disabled: they are what recomputes; run the "
+            "unoptimized model there, model.fxmem.original"
+        )
+    if in_dual_level():
+        raise InputError(
+            "an optimized model has no forward-mode derivatives: run the unoptimized model, model.fxmem.original, "
+            "inside torch.autograd.forward_ad.dual_level"
+        )

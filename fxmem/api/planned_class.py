@@ -1,0 +1,355 @@
+"""The class of optimized modules: the original's own class, with another forward.
+
+NOTE [One model, two objects]
+
+1. An optimized module and its original share one ``__dict__``: parameters, buffers, submodules, attributes and flags are
+   the same, whoever sets them. So every method of the model's class works on either.
+2. The optimized one is of a subclass of the original's class, made for this one object, which has what fxmem knows of it
+   (:class:`Namespace`) and a planned ``forward``. It has the original's name, which libraries write to disk and choose by.
+   Calling the class makes a plain object of the original's class, as when part of a container is taken.
+3. :func:`optimized` makes a new object of this class; :func:`optimize_in_place` gives the class to the model itself, and
+   makes a new object for the original.
+4. Not shared is what works around the forward (:data:`OWN`): hooks, a ``forward`` put on the instance, ``compile()``. Set
+   on the optimized module it runs around the plan. Hooks that the original had before are its own and in the plan; a model
+   optimized in place runs them around the plan too. Hooks of torch.nn.utils, which compute weights, always stay with the
+   original.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import wraps
+from inspect import Parameter, signature
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fxmem.api.bypass import look, planned_call
+from fxmem.api.namespace import Namespace
+from fxmem.errors import InputError
+from fxmem.passes.context import Settings
+
+HOOKS = tuple(n for n in vars(torch.nn.Module()) if "hook" in n and "state_dict" not in n)
+OWN = (*HOOKS, "_compiled_call_impl", "forward")
+"""Names that an optimized module and its original each have for themselves."""
+OLD_NAMES = frozenset({"graph_module", "original", "plan", "report"})
+"""Attributes of :class:`Namespace` that an optimized module has too, where its model has none of that name."""
+
+Forward = Callable[..., Any]
+
+
+class _Own:
+    """An attribute that is kept with the class, which is this one module's, not with what original and module share."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: FxMemModule | None, owner: type[FxMemModule]) -> Any:
+        if module is None:
+            return getattr(torch.nn.Module, self._name, None)
+        return owner._fxmem_own[self._name]
+
+    def __set__(self, module: FxMemModule, value: Any) -> None:
+        type(module)._fxmem_own[self._name] = value
+
+
+class _Forward(_Own):
+    """The planned forward, or what was put in its place. By its signature, which is the original's, trainers choose
+    columns."""
+
+    def __init__(self, planned: Forward) -> None:
+        super().__init__("forward")
+        self._planned = planned
+
+    def __get__(self, module: FxMemModule | None, owner: type[FxMemModule]) -> Any:
+        if module is None:
+            return self._planned
+        own = owner._fxmem_own
+        if "forward" in own:
+            return own["forward"]
+        before = vars(module).get("forward")  # replaced on the instance before it was optimized
+        if before is None:
+            return MethodType(self._planned, module)
+        if own.get("like", (None,))[0] is not before:
+            own["like"] = before, _with_signature(self._planned, before, bound=True)
+        return MethodType(own["like"][1], module)
+
+    def __delete__(self, module: FxMemModule) -> None:
+        if type(module)._fxmem_own.pop("forward", None) is None:
+            raise AttributeError("forward")
+
+
+class FxMemModule(torch.nn.Module):
+    """What every optimized model is, beside of its own class. ``module.fxmem`` has the report, the plan, the original.
+
+    Training-mode calls with grad enabled run the emitted graph; the first call of each kind (shapes, dtypes, flags) plans
+    for it. All other calls run the original.
+    """
+
+    _fxmem: Namespace
+    _fxmem_own: dict[str, Any]
+    _fxmem_kind: type[torch.nn.Module]
+    """The original's class."""
+    _fxmem_in_place: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Nothing: the original's class is not to hear of a subclass that its author did not write."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is FxMemModule:
+            return super().__new__(cls)  # to be filled by __setstate__
+        return cls._fxmem_kind(*args, **kwargs)
+
+    @property
+    def fxmem(self) -> Namespace:
+        """Report, plan, emitted graph and original of this module."""
+        return self._fxmem
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = super().__getattr__(name)
+        except AttributeError:
+            if name in OLD_NAMES:
+                return getattr(self._fxmem, name)
+            raise
+        if isinstance(value, torch.nn.Module):
+            look(self)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "fxmem":
+            raise AttributeError("module.fxmem is what fxmem knows of the module, and cannot be set")
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *OLD_NAMES})  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        budget = self._fxmem.settings.budget_bytes
+        ours = "fxmem: no budget" if budget is None else f"fxmem: budget {budget / 1e9:.3f} GB"
+        return ", ".join(filter(None, (super().extra_repr(), ours)))
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise InputError(
+            "DataParallel copies a model to each device in each step, and every copy would have to be planned for; use "
+            "DistributedDataParallel(fxmem.optimize(model, ...)), one process for each device"
+        )
+
+    # -- copied and pickled: plans and the optimizer's state are not; a copy plans again on its first training call -------
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return object.__new__, (FxMemModule,), self._fxmem_state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FxMemModule:
+        made = object.__new__(FxMemModule)
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self._fxmem_state(), memo))
+        return made
+
+    def __copy__(self) -> FxMemModule:
+        made = object.__new__(FxMemModule)
+        made.__setstate__({**self._fxmem_state(), "own": {}})
+        return made
+
+    def _fxmem_state(self) -> dict[str, Any]:
+        planned = self._fxmem
+        return {
+            "original": planned.original,
+            "_settings": replace(planned.settings, step=planned.settings.step.without_state()),
+            "own": {name: value for name, value in self._fxmem_own.items() if name in (*HOOKS, "forward")},
+            "methods": tuple(planned.methods),
+            "in_place": self._fxmem_in_place,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        planned = namespace_for(state["original"], state["_settings"], state.get("methods", ()))
+        become_optimized(self, planned, in_place=state.get("in_place", False))
+        self._fxmem_own.update((name, value) for name, value in state["own"].items() if name in OWN)
+
+
+for _name in OWN:
+    if _name != "forward":
+        setattr(FxMemModule, _name, _Own(_name))
+
+
+def optimized(model: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> FxMemModule:
+    """Return a new object that is ``model`` with planned methods, ``forward`` among them."""
+    made = object.__new__(FxMemModule)
+    become_optimized(made, namespace_for(model, settings, methods), in_place=False)
+    return made
+
+
+def namespace_for(original: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> Namespace:
+    """Return what is known of ``original`` before any call: its settings, for its forward and each of ``methods``."""
+    planned = Namespace(original, settings)
+    for name in methods:
+        if name != "forward":
+            planned.methods[name] = Namespace(_with_forward(original, name), settings)
+    return planned
+
+
+def become_optimized(module: FxMemModule, planned: Namespace, *, in_place: bool) -> None:
+    """Make ``module`` one with ``planned.original``, of its class and optimized."""
+    object.__setattr__(module, "__dict__", planned.original.__dict__)
+    object.__setattr__(module, "__class__", class_for(planned, in_place=in_place))
+    weakref.finalize(module, _let_go, weakref.ref(type(module))).atexit = False
+
+
+def optimize_in_place(model: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> FxMemModule:
+    """Make ``model`` an optimized module; return it."""
+    kind = class_for(namespace_for(twin_of(model), settings, methods), in_place=True)
+    own = kind._fxmem_own
+    for name in HOOKS:
+        own[name], vars(model)[name] = vars(model)[name], own[name]
+    for key, hook in list(own["_forward_pre_hooks"].items()):
+        if type(hook).__module__.startswith("torch.nn.utils"):
+            for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+                if key in own[name]:
+                    vars(model)[name][key] = own[name].pop(key)
+    object.__setattr__(model, "__class__", kind)
+    weakref.finalize(model, _let_go, weakref.ref(kind)).atexit = False
+    return cast(FxMemModule, model)
+
+
+def restored(module: FxMemModule) -> torch.nn.Module:
+    """Make ``module`` a plain object of its original's class again; return the model as it was given."""
+    kind, own, shared = type(module), module._fxmem_own, vars(module)
+    if "_fxmem" not in vars(kind):
+        raise InputError(
+            f"the optimized {kind._fxmem_kind.__name__} has become a {kind.__name__} since, which relies on its class as "
+            "it is; call fxmem.restore before fully_shard"
+        )
+    if "forward" in own and "forward" in shared:
+        raise InputError(
+            f"the forward of {kind.__name__} was replaced on the instance before it was optimized, and again after; "
+            "take back what replaced it last: del model.forward"
+        )
+    original = module._fxmem.original
+    object.__setattr__(module, "__class__", kind._fxmem_kind)
+    for name in HOOKS:
+        if not shared.get(name):
+            shared[name] = own[name]
+        elif isinstance(own[name], dict):
+            shared[name].update(own[name])
+    if "forward" in own:
+        shared["forward"] = own["forward"]
+    return module if kind._fxmem_in_place else original
+
+
+def twin_of(model: torch.nn.Module, kind: type[torch.nn.Module] | None = None) -> torch.nn.Module:
+    """Return another object that is ``model``, of class ``kind``, by default of the same."""
+    made = object.__new__(kind or type(model))
+    object.__setattr__(made, "__dict__", model.__dict__)
+    return made
+
+
+def class_for(planned: Namespace, *, in_place: bool) -> type[FxMemModule]:
+    """Return the class of the one optimized module that ``planned`` is of."""
+    kind = type(planned.original)
+    members: dict[str, Any] = {
+        **{name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")},
+        "_fxmem": planned,
+        "_fxmem_kind": kind,
+        "_fxmem_own": {"_compiled_call_impl": None, **{n: v for n, v in vars(torch.nn.Module()).items() if n in HOOKS}},
+        "_fxmem_in_place": in_place,
+        "forward": _Forward(_planned(kind.forward, "forward")),
+        **{name: _planned(getattr(kind, name), name) for name in planned.methods},
+    }
+    if kind.__call__ is not torch.nn.Module.__call__:
+        members["__call__"] = torch.nn.Module.__call__  # the model's own one is in the plan
+    if issubclass(kind, fx.GraphModule):
+        members["recompile"] = _recompile
+    for name in ("__getitem__", "__iter__"):
+        if hasattr(kind, name):
+            members[name] = _looked_at(getattr(kind, name))
+    return cast(
+        type[FxMemModule], types.new_class(kind.__name__, (FxMemModule, kind), {}, lambda own: own.update(members))
+    )
+
+
+def _looked_at(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method of a container that gives out submodules, as an optimized one has it."""
+
+    @wraps(method)
+    def given(self: torch.nn.Module, *args: Any) -> Any:
+        look(self)
+        return method(self, *args)
+
+    return given
+
+
+def _recompile(module: FxMemModule) -> Any:
+    """Write the forward of the original's class anew: it is the class of one object, as that of ``module`` is."""
+    return cast(fx.GraphModule, module.fxmem.original).recompile()
+
+
+def _let_go(kind: weakref.ref[type[FxMemModule]]) -> None:
+    """Free what the class of a module that is gone holds: fully_shard keeps all classes that it has seen."""
+    held = kind()
+    if held is not None:
+        del held._fxmem
+        held._fxmem_own.clear()
+
+
+class _WithForward(torch.nn.Module):
+    """A model whose forward is another one of its methods, around which no hooks run."""
+
+    _fxmem_own: dict[str, Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Nothing, as for :class:`FxMemModule`."""
+
+
+for _name in HOOKS:
+    setattr(_WithForward, _name, _Own(_name))
+
+
+def _with_forward(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    """Return another object that is ``model``, but whose forward is its method ``name``."""
+    kind, method = type(model), getattr(model, name)
+    members = {
+        "__module__": kind.__module__,
+        "__call__": torch.nn.Module.__call__,
+        "_fxmem_own": {n: v for n, v in vars(torch.nn.Module()).items() if n in HOOKS},
+        "forward": getattr(method, "__func__", None) or staticmethod(method),
+    }
+    label = f"{kind.__name__}.{name}"
+    return twin_of(model, types.new_class(label, (_WithForward, kind), {}, lambda own: own.update(members)))
+
+
+def _planned(method: Forward, name: str) -> Forward:
+    """Return ``method``, called ``name``, as an optimized module's class has it: planned."""
+
+    @torch.compiler.disable(reason="planning and recomputation run outside of torch.compile")  # type: ignore[untyped-decorator]
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, FxMemModule):  # it was restored, and what wraps its forward was not
+            return method(self, *args, **kwargs)
+        planned = self._fxmem
+        with planned_call(id(self)):
+            if self.training and torch.is_grad_enabled():
+                return (planned if name == "forward" else planned.methods[name]).call(args, kwargs)
+            run = planned.original if name == "forward" else getattr(planned.original, name)
+            return run(*args, **kwargs)
+
+    return _with_signature(forward, method)
+
+
+def _with_signature(planned: Forward, like: Forward, *, bound: bool = False) -> Forward:
+    """Return a method like ``planned``, with the signature of the method ``like``."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return planned(self, *args, **kwargs)
+
+    forward.__name__, forward.__doc__ = getattr(like, "__name__", "forward"), like.__doc__
+    with suppress(TypeError, ValueError):  # what Python cannot tell, nobody else can
+        own = [Parameter("self", Parameter.POSITIONAL_ONLY)] if bound else []
+        found = signature(like)
+        forward.__signature__ = found.replace(parameters=[*own, *found.parameters.values()])  # type: ignore[attr-defined]
+    return forward

@@ -1,0 +1,47 @@
+"""Where the user's code is on the stack: what warnings point at and name."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_MACHINERY = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules["fxmem"]))
+
+
+def level_of_user() -> int:
+    """Return the ``stacklevel`` at which the caller's ``warnings.warn`` points at the user's line."""
+    for level, frame in enumerate(_frames(inspect.currentframe()), start=0):
+        if not _is_machinery(frame):
+            return level
+    return 1
+
+
+def method_running(module: torch.nn.Module) -> str | None:
+    """Return the name of the outermost of the user's functions on the stack that is a method call of ``module``."""
+    names = [
+        frame.f_code.co_name
+        for frame in _frames(inspect.currentframe())
+        if not _is_machinery(frame) and _first_argument(frame) is module
+    ]
+    return names[-1] if names else None
+
+
+def _first_argument(frame: FrameType) -> object:
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    """True for the frames of torch and fxmem, and of torch's decorators, between a model and who calls it."""
+    return frame.f_code.co_filename.startswith(_MACHINERY)
