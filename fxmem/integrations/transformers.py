@@ -1,8 +1,8 @@
 """A callback for the Trainer of transformers, and for those made from it (TRL's).
 
-In: a budget and the options of :func:`fxmem.optimize`. The Trainer's model is optimized in place when the Trainer is made, so
-that whatever the Trainer and accelerate put around it stays around it; what the step has beside the model is taken from the
-Trainer when training begins.
+In: a budget and the options of :func:`fxmem.optimize`. The Trainer's model is optimized in place when the Trainer is made,
+so that whatever the Trainer and accelerate put around it stays around it; what the step has beside the model is taken from
+the Trainer when training begins.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from fxmem.api.planned_class import FxMemModule
 from fxmem.profiling.training_step import TrainingStep
 
 
-class FxMemCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+class FxMemCallback(TrainerCallback):
     """Trains the Trainer's model inside a memory budget: ``Trainer(..., callbacks=[FxMemCallback(budget_gb=8)])``.
 
-    - ``budget_gb`` in 10^9 bytes, or ``budget`` as for :func:`fxmem.optimize`, whose other options are taken too. The optimizer
-      and whether gradients accumulate are the Trainer's, unless ``step``, ``optimizer`` or ``accumulate`` is given.
+    - ``budget_gb`` in 10^9 bytes, or ``budget`` as for :func:`fxmem.optimize`, whose other options are taken too. The
+      optimizer and whether gradients accumulate are the Trainer's, unless ``step``, ``optimizer`` or ``accumulate`` is given.
 
     A model that was optimized before is left as it is. The model's own activation checkpointing is switched off: the plan
     decides what is recomputed. Errors: those of :func:`fxmem.optimize_`.
     """
 
     def __init__(self, budget_gb: float | None = None, *, budget: float | str | None = None, **options: Any) -> None:
-        self._budget = {"budget_gb": budget_gb, "budget": budget}
-        self._options = options
+        self._options: dict[str, Any] = {"budget_gb": budget_gb, "budget": budget, **options}
         self._ours: FxMemModule | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         if _optimized_in(model) is None:
-            self._ours = optimize_(model, **self._budget, **self._options)
+            self._ours = optimize_(model, **self._options)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
@@ -43,7 +42,8 @@ class FxMemCallback(TrainerCallback):  # type: ignore[misc]  # transformers has 
         if getattr(model, "is_gradient_checkpointing", False):
             model.gradient_checkpointing_disable()
             warnings.warn(
-                "gradient_checkpointing is switched off: fxmem plans what is recomputed. Leave it out of TrainingArguments.",
+                "gradient_checkpointing is switched off, for fxmem plans what is recomputed; leave it out of "
+                "TrainingArguments",
                 stacklevel=2,
             )
         if self._ours is None or self._options.keys() & {"step", "optimizer", "accumulate"}:
