@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -96,7 +97,7 @@ def _captured(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
         ) from error
     graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
-    guards = SizeGuards(conditions, inspect.signature(model.forward)) if dynamic else None
+    guards = SizeGuards(conditions, _signature(model, inputs)) if dynamic else None
     if _has_places(graph_module):
         reads += tuple(places_of(inputs.leaves))
     captured = CaptureGraph(graph_module, out_spec, autocast, dynamic, parameters, device, reads, guards)
@@ -179,6 +180,7 @@ def _exported(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
         scope = nullcontext() if values is None else _as_if_eager(model, values)
         with (
             attributes_restored(model),
+            _extras_named(model, _signature(model, inputs)),
             region,
             no_value_checks(),
             grouped_matmuls(),
@@ -225,9 +227,46 @@ def _dynamic_shapes(model: torch.nn.Module, inputs: Inputs, dynamic: Dims) -> di
     leaves = []
     for i, leaf in enumerate(inputs.leaves):
         dims = {d: torch.export.Dim.AUTO for j, d in dynamic if j == i}
-        leaves.append(dims if isinstance(leaf, torch.Tensor) else None)
+        leaves.append(dims or None)  # an empty dict would be one without leaves
     args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
-    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    return dict(_signature(model, inputs).bind(*args, **kwargs).arguments)
+
+
+def _signature(model: torch.nn.Module, inputs: Inputs) -> inspect.Signature:
+    """Return the signature of the model's forward, with what it takes as ``**kwargs`` in this call by name."""
+    signature = inspect.signature(model.forward)
+    extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    if extra is None:
+        return signature
+    args, kwargs = inputs.call()
+    named = [p for p in signature.parameters.values() if p.name != extra]
+    names = signature.bind(*args, **kwargs).arguments.get(extra, {})
+    return signature.replace(parameters=[*named, *(inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names)])
+
+
+@contextmanager
+def _extras_named(model: torch.nn.Module, signature: inspect.Signature) -> Iterator[None]:
+    """Let the model's forward say that it has ``signature``: torch.export mixes up dynamic shapes where arguments come as
+    ``**kwargs``."""
+    forward = model.forward
+    if inspect.signature(forward) == signature:
+        yield
+        return
+
+    @wraps(forward)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    named.__dict__.update(__signature__=signature, __func__=getattr(forward, "__func__", forward))
+    own = vars(model).get("forward")
+    object.__setattr__(model, "forward", named)
+    try:
+        yield
+    finally:
+        if own is None:
+            object.__delattr__(model, "forward")
+        else:
+            object.__setattr__(model, "forward", own)
 
 
 def _check_dynamic(model: torch.nn.Module, captured: CaptureGraph) -> None:
