@@ -254,9 +254,8 @@ class OptimizedModule(torch.nn.Module):
                 "inside torch.autograd.forward_ad.dual_level"
             )
         original = self._fxmem.original
-        inputs = Inputs.of(args, kwargs, original)
-        compiled = self._fxmem.compiled_for(inputs, Autocast.of(device_of(original).type))
-        return compiled.captured.call(compiled.graph_module, inputs.leaves)
+        inputs, region = Inputs.of(args, kwargs, original), Autocast.of(device_of(original).type)
+        return self._fxmem.plans.run(self._fxmem.compiled_for(inputs, region), inputs, region)
 
     @property
     def training(self) -> bool:

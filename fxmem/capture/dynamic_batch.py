@@ -29,15 +29,25 @@ def batch_dims(inputs: Inputs) -> Dims:
     return frozenset((i, 0) for i, leaf in tensors if leaf.shape[0] == size)
 
 
-def varying_dims(one: Inputs, other: Inputs) -> Dims:
-    """Return the (leaf, dimension) pairs in which two calls of the same ranks differ."""
-    return frozenset(
-        (i, d)
-        for i, (a, b) in enumerate(zip(one.leaves, other.leaves, strict=True))
-        if isinstance(a, torch.Tensor)
-        for d in range(a.dim())
-        if a.shape[d] != b.shape[d]
-    )
+Shapes = tuple[torch.Size | None, ...]
+"""Of a call's leaves; None for what is no tensor."""
+
+
+def shapes_of(inputs: Inputs) -> Shapes:
+    """Return the shapes of a call's tensors."""
+    return tuple([leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in inputs.leaves])
+
+
+def differing_dims(one: Shapes, other: Shapes) -> Dims:
+    """Return the (leaf, dimension) pairs in which shapes of the same ranks differ."""
+    pairs = ((i, a, b) for i, (a, b) in enumerate(zip(one, other, strict=True)) if a is not None and b is not None)
+    return frozenset((i, d) for i, a, b in pairs for d, (m, n) in enumerate(zip(a, b, strict=True)) if m != n)
+
+
+def is_within(one: Shapes, other: Shapes) -> bool:
+    """True if no dimension of ``one`` is longer than that of ``other``, of the same ranks."""
+    pairs = ((a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
+    return all(m <= n for a, b in pairs for m, n in zip(a, b, strict=True))
 
 
 def resized(inputs: Inputs, dims: Dims, size: int) -> Inputs:

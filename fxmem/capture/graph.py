@@ -140,6 +140,11 @@ class CaptureGraph:
     made_from: CaptureGraph | None = None
     """Of an emitted graph: the one that its plan was made for."""
 
+    @property
+    def input_names(self) -> list[str]:
+        """The names of the input leaves."""
+        return [node.name for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+
     def fits(self, inputs: Inputs) -> bool:
         """True if the graph is the model's for the sizes of ``inputs``, as far as dynamic dimensions have others.
 

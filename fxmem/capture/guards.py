@@ -61,13 +61,22 @@ def _leaf_signature(leaf: Any, with_sizes: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided:
             return (leaf.layout, leaf.shape)
-        layout = (leaf.shape, leaf.stride()) if with_sizes else (leaf.dim(), leaf.is_contiguous())
+        layout = (leaf.shape, leaf.stride()) if with_sizes else _order_of_dims(leaf)
         return (layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
     try:
         hash(leaf)
     except TypeError:
         return repr(leaf)
     return (type(leaf), _constant(leaf))
+
+
+def _order_of_dims(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return in which order the dimensions of a dense tensor lie, which all its sizes may share; else how it lies."""
+    order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d))
+    contiguous = tensor.is_contiguous()
+    if contiguous or tensor.permute(order).is_contiguous():
+        return (tensor.dim(), None if contiguous else tuple(order))
+    return (tensor.shape, tensor.stride())
 
 
 def constants_of(inputs: Inputs) -> tuple[Any, ...]:
