@@ -4,6 +4,7 @@ from fxmem.api import pickles  # noqa: F401  (names that old pickles look for)
 from fxmem.api.estimate import Estimate, estimate
 from fxmem.api.frontier import BudgetPoint, Frontier, frontier
 from fxmem.api.module import OptimizedModule, optimize
+from fxmem.api.prepare import Prepared, PreparedSize, prepare
 from fxmem.api.track import Measurement, track
 from fxmem.errors import (
     BudgetError,
@@ -46,6 +47,8 @@ __all__ = [
     "Place",
     "Plan",
     "PlanMismatchError",
+    "Prepared",
+    "PreparedSize",
     "ProfileError",
     "Report",
     "Row",
@@ -58,5 +61,6 @@ __all__ = [
     "estimate",
     "frontier",
     "optimize",
+    "prepare",
     "track",
 ]

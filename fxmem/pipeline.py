@@ -34,6 +34,7 @@ from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
+from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
@@ -61,6 +62,8 @@ class Compiled:
     """Of a size that was not planned for, it is made when it is asked for."""
     planned: Planned | None = None
     """Its frontier, if it was planned for and not taken over."""
+    seen: RecordedStep | None = None
+    """What other runs of the step may rely on."""
 
     @property
     def report(self) -> Report:
@@ -108,7 +111,7 @@ def compile_model(
         inplace=graph.inplace,
         cuda=emitted.cuda,
     )
-    return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned)
+    return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
 
 
 # -- profiles and frontiers ------------------------------------------------------------------------------------------
@@ -244,9 +247,7 @@ def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor
         eager_peak_bytes=eager_step(context.model, captured, context.inputs, settings.step, profiled.seen).peak_bytes,
         least_bytes=floor,
         peak_step=timeline.peak_step,
-        bound_seconds=lower_bound(
-            profile, settings.budget_bytes or timeline.peak_bytes, timeline.recompute_seconds
-        ),
+        bound_seconds=lower_bound(profile, settings.budget_bytes or timeline.peak_bytes, timeline.recompute_seconds),
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings, captured),
         inplace=captured.inplace,

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fxmem.api.size_families import Family, SizedPlan, at_other_size
-from fxmem.capture.dynamic_batch import largest_batch, resized, shapes_of
+from fxmem.api.size_families import Family, LazyReport, SizedPlan, at_other_size
+from fxmem.capture.dynamic_batch import Shapes, largest_batch, resized, shapes_of
 from fxmem.capture.export import fitting
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.guards import ModelStates, arguments_of, constants_of
 from fxmem.capture.written_state import Before
-from fxmem.errors import InfeasibleBudgetError, InputError, PlanMismatchError
+from fxmem.errors import InfeasibleBudgetError, InputError
 from fxmem.ir import Plan
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
@@ -70,18 +70,21 @@ class CompileCache:
         self.latest = compiled or self.latest
         return compiled
 
-    def _of_larger_size(
-        self, signature: tuple[Any, ...], inputs: Inputs, autocast: Autocast | None
-    ) -> Compiled | None:
+    def _of_larger_size(self, signature: tuple[Any, ...], inputs: Inputs, autocast: Autocast | None) -> Compiled | None:
         """Return what is compiled for larger sizes and serves ``inputs``, if anything is, and note it for their own."""
         if signature in self._alone:
             return None
-        compiled = self._family(inputs, autocast).plan_for(inputs, self._settings.budget_bytes is not None)
-        if compiled is None:
+        plan = self._family(inputs, autocast).plan_for(inputs, self._settings.budget_bytes is not None)
+        if plan is None:
             return None
-        context = CompileContext(self._model, inputs, self._settings, autocast)
-        compiled = at_other_size(context, compiled)
+        compiled = plan.compiled
+        if plan.shapes != shapes_of(inputs):
+            compiled = self._at_other_size(compiled, inputs, autocast)
         self._compiled.setdefault(signature, []).append(compiled)
+        return compiled
+
+    def _at_other_size(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        compiled = at_other_size(CompileContext(self._model, inputs, self._settings, autocast), compiled)
         self._untried.add(id(compiled))
         return compiled
 
@@ -95,11 +98,17 @@ class CompileCache:
         if id(compiled) not in self._untried:
             return captured.call(compiled.graph_module, inputs.leaves)
         before = Before(captured, inputs.leaves)
-        with suppress(OtherStructureError, PlanMismatchError):
+        try:
             output = captured.call(compiled.graph_module, inputs.leaves)
             self._untried.discard(id(compiled))
             return output
-        before.restore()
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            OtherStructureError,
+            RuntimeError,
+        ):  # the latter: a size that the graph is not for, or a user's own error
+            before.restore()
         signature = self._signature(inputs, autocast)
         self._alone.add(signature)
         self._untried.discard(id(compiled))
@@ -195,13 +204,34 @@ class CompileCache:
         state = self._states.number(), self._states.among(inputs.tensors)
         return (arguments_of(inputs, with_sizes=with_sizes), autocast, dtypes, present(), *state)
 
+    def kind_of(self, inputs: Inputs, autocast: Autocast | None) -> tuple[Any, ...]:
+        """Return what calls have in common that differ in sizes only."""
+        return self._signature(inputs, autocast, with_sizes=False)
+
+    def expect(self, inputs: Inputs, autocast: Autocast | None, shapes: Iterable[Shapes]) -> None:
+        """Note the shapes in which calls of the kind of ``inputs`` will come: plans are made for the largest."""
+        self._family(inputs, autocast).expect(shapes)
+
+    def peak_bytes(self, compiled: Compiled) -> int:
+        """Return the peak of the step at the size that ``compiled`` was found or made for, verified on fakes."""
+        report = compiled._report
+        return report.peak_bytes() if isinstance(report, LazyReport) else compiled.report.predicted_peak_bytes
+
     def _family(self, inputs: Inputs, autocast: Autocast | None) -> Family:
-        return self._families.setdefault(self._signature(inputs, autocast, with_sizes=False), Family())
+        return self._families.setdefault(self.kind_of(inputs, autocast), Family())
 
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
         family = self._family(inputs, autocast)
         captured = family.graph_for(self._model, inputs, autocast)
+        larger = family.larger(inputs, captured)
+        if larger is not None:
+            with suppress(InfeasibleBudgetError):  # its own size may fit
+                compiled = self._planned(family, captured, larger, autocast)
+                return self._at_other_size(compiled, inputs, autocast)
+        return self._planned(family, captured, inputs, autocast)
+
+    def _planned(self, family: Family, captured: CaptureGraph, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         try:
             context = CompileContext(self._model, inputs, self._settings, autocast)
             compiled = compile_model(context, captured, family.planned)

@@ -29,6 +29,7 @@ from fxmem.api.arguments import (
 )
 from fxmem.api.budget import parse_budget
 from fxmem.api.compile_cache import CompileCache
+from fxmem.api.prepare import prepare
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.capture.guards import REGISTRIES
 from fxmem.devices import DeviceModel, device_named
@@ -52,6 +53,7 @@ def optimize(
     budget_gb: float | None = None,
     budget: float | str | None = None,
     plan_for: str | None = None,
+    shapes: Any = None,
     **options: Unpack[Options],
 ) -> OptimizedModule:
     """Return ``model`` as a module that trains inside a memory budget, with bitwise the same numbers.
@@ -64,6 +66,8 @@ def optimize(
       device has free for it, of this process's share, less a margin of 3 %; on the CPU no bound.
     - ``plan_for``: a GPU by name (``"a100-80gb"``, :mod:`fxmem.devices`) to plan the example for, which need not be here;
       ``report`` is then of that GPU, and the first training call plans for the device it is on.
+    - ``shapes``: batches, or lengths of the example, to plan for now: all their sizes run under one plan, as
+      :func:`fxmem.prepare` says.
 
     Under autocast the peak counts casts of weights until the region ends; if yours ends before the step does, the peak is
     an upper bound.
@@ -81,6 +85,8 @@ def optimize(
     optimized = OptimizedModule(model, replace(settings, budget_bytes=budget_bytes))
     if gpu is not None:
         optimized.fxmem.prepare_for(gpu, example_args, example_kwargs)
+    elif shapes is not None:
+        prepare(optimized, shapes, example_args, example_kwargs)
     elif example_args is not None or example_kwargs is not None:
         optimized.fxmem.prepare(example_args, example_kwargs)
     return optimized

@@ -2,25 +2,34 @@
 
 In: the inputs of a call. Out: a graph that is for their sizes, or what is compiled for larger ones and serves them too
 (NOTE [One plan, many sizes] in :mod:`fxmem.runtime.other_sizes`). A graph of a second size has the sizes that varied
-symbolic, and batch dimensions; what the model's code ties to one size is remembered, and so is that it cannot be captured so.
+symbolic, and batch dimensions; what the model's code ties to one size is remembered, and so is what cannot be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from fxmem.capture.advice import capture_or_advise
-from fxmem.capture.dynamic_batch import Shapes, batch_dims, differing_dims, is_within, shapes_of
+from fxmem.capture.dynamic_batch import (
+    Shapes,
+    batch_dims,
+    differing_dims,
+    is_within,
+    largest_of,
+    reshaped,
+    shapes_of,
+)
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.errors import CaptureError, InputError
 from fxmem.passes.context import CompileContext
 from fxmem.pipeline import CallScope, Compiled, UnplannedFloor, report_at
 from fxmem.planners.plan_transfer import Planned
+from fxmem.profiling.verify import emitted_step
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
 
@@ -63,6 +72,8 @@ class Family:
     plans: list[SizedPlan] = field(default_factory=list)
     planned: list[Planned] = field(default_factory=list)
     """Frontiers of sizes that were planned for."""
+    largest: Shapes | None = None
+    """In each dimension the longest that came, or is said to come."""
     varying: Dims = frozenset()
     """Dimensions that came in several sizes, or are said to."""
     tied: Dims = frozenset()
@@ -70,20 +81,41 @@ class Family:
     not_captured: set[Dims] = field(default_factory=set)
     """Sets of dimensions with which no graph could be captured."""
 
-    def plan_for(self, inputs: Inputs, bounded: bool) -> Compiled | None:
-        """Return what is compiled for the smallest of the sizes whose plans serve ``inputs``; None if none does."""
+    def expect(self, shapes: Iterable[Shapes]) -> None:
+        """Note sizes that came or will come."""
+        for each in dict.fromkeys(shapes):
+            if self.largest is not None:
+                self.varying |= differing_dims(self.largest, each)
+            self.largest = each if self.largest is None else largest_of((self.largest, each))
+
+    def larger(self, inputs: Inputs, captured: CaptureGraph) -> Inputs | None:
+        """Return ``inputs`` in the largest sizes that came or will, to plan for in place of their own; None if these are
+        the largest, or ``captured`` is not for such sizes."""
+        shapes = shapes_of(inputs)
+        assert self.largest is not None, "it came"
+        wanted = list(shapes)
+        for i, d in captured.dynamic:
+            own, most = wanted[i], self.largest[i]
+            if own is not None and most is not None:
+                wanted[i] = torch.Size((*own[:d], max(own[d], most[d]), *own[d + 1 :]))
+        if tuple(wanted) == shapes:
+            return None
+        larger = reshaped(inputs, tuple(wanted))
+        return larger if captured.serves(larger) and captured.fits(larger) else None
+
+    def plan_for(self, inputs: Inputs, bounded: bool) -> SizedPlan | None:
+        """Return the plan of the smallest of the sizes whose plans serve ``inputs``; None if none does."""
         shapes = shapes_of(inputs)
         serving = [plan for plan in self.plans if plan.serves(inputs, shapes, bounded)]
-        return min(serving, key=lambda plan: _num_elements(plan.shapes)).compiled if serving else None
+        return min(serving, key=lambda plan: _num_elements(plan.shapes), default=None)
 
     def graph_for(self, model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> CaptureGraph:
         """Return the graph for the sizes of ``inputs``, captured if there is none yet. Errors: as :func:`capture`."""
         shapes = shapes_of(inputs)
+        self.expect([shapes])
         known = next((graph for graph in self.graphs if graph.is_for(inputs, shapes)), None)
         if known is not None:
             return known.captured
-        for graph in self.graphs:
-            self.varying |= differing_dims(graph.shapes, shapes)
         captured = self._captured_dynamic(model, inputs, autocast) or capture_or_advise(model, inputs, autocast)
         self.graphs.insert(0, SizedGraph(captured, shapes))
         return captured
@@ -137,8 +169,16 @@ class LazyReport:
                 self._known = report_at(self._context, self._compiled, floor)
         return self._known
 
+    def peak_bytes(self) -> int:
+        """Return the peak of the step, which takes less time than the report."""
+        compiled, context = self._compiled, self._context
+        with self._scope.entered():
+            step = context.settings.step
+            return emitted_step(
+                compiled.graph_module, compiled.captured, context.inputs, step, compiled.seen
+            ).peak_bytes
+
 
 def at_other_size(context: CompileContext, compiled: Compiled) -> Compiled:
     """Return ``compiled`` as it serves the size of ``context``."""
     return replace(compiled, _report=LazyReport(context, compiled), planned=None)
-

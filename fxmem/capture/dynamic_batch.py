@@ -5,7 +5,7 @@ A graph captured with symbolic dimensions serves every size; each size gets a pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -50,21 +50,38 @@ def is_within(one: Shapes, other: Shapes) -> bool:
     return all(m <= n for a, b in pairs for m, n in zip(a, b, strict=True))
 
 
+def largest_of(shapes: Iterable[Shapes]) -> Shapes:
+    """Return in each dimension the longest of several shapes of the same ranks."""
+    by_leaf = zip(*shapes, strict=True)
+    return tuple([None if leaf[0] is None else torch.Size(map(max, zip(*leaf, strict=True))) for leaf in by_leaf])
+
+
 def resized(inputs: Inputs, dims: Dims, size: int) -> Inputs:
-    """Return ``inputs`` with ``size`` entries in the dimensions ``dims``: integers and bools repeated, for a model may look
-    at their values, all else as fakes."""
+    """Return ``inputs`` with ``size`` entries in the dimensions ``dims``, as :func:`reshaped` does."""
+    shapes = [
+        shape if shape is None else torch.Size(size if (i, d) in dims else n for d, n in enumerate(shape))
+        for i, shape in enumerate(shapes_of(inputs))
+    ]
+    return reshaped(inputs, tuple(shapes))
+
+
+def reshaped(inputs: Inputs, shapes: Shapes) -> Inputs:
+    """Return ``inputs`` with tensors of ``shapes``: integers and bools cut or repeated, for a model may look at their
+    values, all else as fakes."""
     world = FakeWorld(inputs.leaves)
     leaves = list(inputs.leaves)
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
+    for i, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
+        if not isinstance(leaf, torch.Tensor) or shape is None:
             continue
         if isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.is_floating_point() or leaf.is_complex():
-            shape = [size if (i, d) in dims else n for d, n in enumerate(leaf.shape)]
+            order = sorted(range(leaf.dim()), key=lambda d: (-leaf.stride(d), d))
+            back = sorted(range(leaf.dim()), key=order.__getitem__)
             with world.mode:
-                leaves[i] = torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+                dense = torch.empty([shape[d] for d in order], dtype=leaf.dtype, device=leaf.device).permute(back)
+                leaves[i] = dense.detach().requires_grad_(leaf.requires_grad)
         else:
-            for d, n in enumerate(leaf.shape):
-                if (i, d) in dims:
+            for d, (size, n) in enumerate(zip(shape, leaf.shape, strict=True)):
+                if size != n:
                     leaves[i] = leaves[i].index_select(d, torch.arange(size, device=leaf.device) % n)
     return Inputs(tuple(leaves), inputs.spec)
 

@@ -18,7 +18,7 @@ def dynamic_shapes_of(model: torch.nn.Module, inputs: Inputs, dynamic: Dims) -> 
     if not dynamic:
         return None
     leaves = []
-    for i, leaf in enumerate(inputs.leaves):
+    for i in range(len(inputs.leaves)):
         dims = {d: torch.export.Dim.AUTO for j, d in dynamic if j == i}
         leaves.append(dims or None)  # an empty dict would be one without leaves
     args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
@@ -34,7 +34,9 @@ def signature_of(model: torch.nn.Module, inputs: Inputs) -> inspect.Signature:
     args, kwargs = inputs.call()
     named = [p for p in signature.parameters.values() if p.name != extra]
     names = signature.bind(*args, **kwargs).arguments.get(extra, {})
-    return signature.replace(parameters=[*named, *(inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names)])
+    return signature.replace(
+        parameters=[*named, *(inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names)]
+    )
 
 
 @contextmanager

@@ -43,7 +43,8 @@ def written_by(captured: CaptureGraph, leaves: tuple[Any, ...]) -> list[torch.Te
     """Return the model's tensors, and those of ``leaves``, that ``captured`` writes."""
     module = captured.graph_module
     roots = dict.fromkeys(root for node in module.graph.nodes for root in _written_roots(node))
-    values = (attribute_of(module, str(r.target)) if r.op == "get_attr" else leaves[captured.input_names.index(r.name)] for r in roots)
+    given = dict(zip(captured.input_names, leaves, strict=True))
+    values = [given[r.name] if r.op == "placeholder" else attribute_of(module, str(r.target)) for r in roots]
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 

@@ -285,9 +285,13 @@ def _parts(node: fx.Node, views: dict[int, View], device: torch.device, autocast
         return op_of(node.target)(*args, **kwargs)
 
     try:
-        with autocast.enter() if autocast else nullcontext(), region_of(node.target).enter(), torch.enable_grad():
-            with symbolic or nullcontext():
-                graph = make_fx(call)(*fakes).graph
+        with (
+            autocast.enter() if autocast else nullcontext(),
+            region_of(node.target).enter(),
+            torch.enable_grad(),
+            symbolic or nullcontext(),
+        ):
+            graph = make_fx(call)(*fakes).graph
     except Exception:  # an op may refuse to be traced in any way; then it stays what it is
         return None
     if len(conditions) > num_conditions:  # at other sizes it may consist of other ops
@@ -309,9 +313,7 @@ def _is_symbolic(leaf: Any) -> bool:
 
 def _lies_as_planned(made: torch.Tensor, view: View) -> bool:
     """True if ``made``, of symbolic sizes, lies as ``view`` at the sizes planned for."""
-    symbols = {
-        n.node.expr: size for n, size in zip(made.shape, view.size, strict=True) if isinstance(n, torch.SymInt)
-    }
+    symbols = {n.node.expr: size for n, size in zip(made.shape, view.size, strict=True) if isinstance(n, torch.SymInt)}
     if not all(symbol.is_symbol for symbol in symbols):
         return False
     pairs = zip((*made.shape, *made.stride()), (*view.size, *view.stride), strict=True)

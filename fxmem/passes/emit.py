@@ -17,8 +17,8 @@ from fxmem.ir import KEEP, Plan
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.op_bindings import callable_of
-from fxmem.runtime.recompute import Recompute
 from fxmem.runtime.other_sizes import Sizes, TapeOpener
+from fxmem.runtime.recompute import Recompute
 from fxmem.runtime.tape import TapedCall, close_tape
 from fxmem.runtime.tape_table import NodeTape, TapeTable
 

@@ -1,4 +1,4 @@
-"""A plan at another size than it was made for: the first forward of a size notes how its tensors lie, later ones go by that.
+"""A plan at another size than it was made for: a size's first forward notes how its tensors lie, later ones go by that.
 
 In: the :class:`TapeTable` of the size planned for, and one forward call of another size. Out: the table of that size. The
 graph's own sizes are symbolic, so what is planned for one size only is the geometry of what the tape holds and runs again.
@@ -28,7 +28,6 @@ from fxmem.runtime.slots import Fresh
 from fxmem.runtime.tape import Tape
 from fxmem.runtime.tape_table import NodeTape, TapeTable
 from fxmem.torch_private import FakeTensor, storage_key
-
 
 MOST_SIZES = 256
 """Whose tables are kept; what comes back after so many others is noted anew."""
@@ -77,7 +76,9 @@ class NotingTape(Tape):
     def run(self, index: int, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planned = self.table.nodes[index]
         leaves = leaves_of((args, kwargs))
-        arguments = tuple([(place, self._noted_view(planned, view, leaves[place])) for place, view in planned.arguments])
+        arguments = tuple(
+            [(place, self._noted_view(planned, view, leaves[place])) for place, view in planned.arguments]
+        )
         for place, view in arguments:
             key = storage_key(leaves[place])
             if self._keys.setdefault(view.storage, key) != key:
@@ -147,9 +148,7 @@ class NotingTape(Tape):
         self._done(self.table)
 
 
-def _at_this_size(
-    recompute: Recompute, noted: dict[int, NodeTape], leaves: dict[int, tuple[Any, ...]]
-) -> Recompute:
+def _at_this_size(recompute: Recompute, noted: dict[int, NodeTape], leaves: dict[int, tuple[Any, ...]]) -> Recompute:
     nodes = [_node_at_this_size(node, noted[node.index], leaves[node.index]) for node in recompute.nodes]
     return replace(recompute, nodes=tuple(nodes))
 
