@@ -61,6 +61,11 @@ class CompileCache:
         """By signature: how many ways through the model are compiled."""
         return [len(specializations) for specializations in self._compiled.values()]
 
+    @property
+    def num_planned(self) -> int:
+        """How many calls, different in their sizes or otherwise, were planned for."""
+        return sum(len(family.plans) for family in self._families.values())
+
     def find(self, inputs: Inputs, autocast: Autocast | None) -> Compiled | None:
         """Return what is compiled for the signature of ``inputs`` and serves them, if anything is."""
         signature = self._signature(inputs, autocast)

@@ -142,7 +142,7 @@ def _prepared(
             compiled = plans.find(inputs, region) or plans.make(inputs, region)
             known[at] = plans.peak_bytes(compiled)
         sizes.append(PreparedSize(name, _plain(at), known[at]))
-    return Prepared(num_batches, len(set(shapes)), sum(plans.specializations), _plain(largest_of(shapes)), tuple(sizes))
+    return Prepared(num_batches, len(set(shapes)), plans.num_planned, _plain(largest_of(shapes)), tuple(sizes))
 
 
 def _plain(shapes: Shapes) -> tuple[tuple[int, ...], ...]:
