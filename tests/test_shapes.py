@@ -82,7 +82,7 @@ def test_a_graph_of_many_sizes_follows_values_and_arguments_beside_those_named(p
     dims = frozenset((i, d) for i, leaf in enumerate(inputs.leaves) for d in range(leaf.dim()))
     captured = capture(Texts(), inputs, None, dims)
     assert captured.dynamic == dims
-    assert [read.seen for read in captured.reads] == [not padded]
+    assert [read.seen for read in captured.reads] == [padded]
     for rows, length in ((4, 6), (2, 9), (7, 2)):
         other = call(rows, length, padded=padded, counted=True)
         assert captured.fits(other)

@@ -165,7 +165,7 @@ class CompileCache:
 
         for specializations in self._compiled.values():
             specializations[:] = [compiled for compiled in specializations if holds(compiled.captured)]
-        for key in [key for key, family in self._families.items() if not family.holds(holds)]:
+        for key in [key for key, family in self._families.items() if not family.outlives(holds)]:
             del self._families[key]
 
     def _warn_of_many(self, inputs: Inputs, specializations: list[Compiled]) -> None:

@@ -142,11 +142,12 @@ class Family:
             return captured
         return None
 
-    def holds(self, keep: Callable[[CaptureGraph], bool]) -> bool:
-        """Forget what ``keep`` is not true of; tell if anything is left."""
+    def outlives(self, keep: Callable[[CaptureGraph], bool]) -> bool:
+        """Forget what ``keep`` is not true of; tell if anything is left of what was there."""
+        was_empty = not self.graphs
         self.graphs = [graph for graph in self.graphs if keep(graph.captured)]
         self.plans = [plan for plan in self.plans if keep(plan.compiled.captured)]
-        return bool(self.graphs or self.plans)
+        return was_empty or bool(self.graphs)
 
 
 def _num_elements(shapes: Shapes) -> int:
@@ -157,7 +158,8 @@ class LazyReport:
     """The report of a size that runs under the plan of a larger one: made on fakes when it is asked for, once."""
 
     def __init__(self, context: CompileContext, compiled: Compiled) -> None:
-        devices = tuple(sorted({p.device for p in compiled.captured.parameters}, key=str))
+        tensors = (*compiled.captured.parameters, *context.inputs.tensors)
+        devices = tuple(sorted({tensor.device for tensor in tensors}, key=str))
         self._context, self._compiled = context.without_values(), compiled
         self._scope = CallScope.around(devices)
         self._known: Report | None = None

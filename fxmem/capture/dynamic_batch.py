@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from fxmem.capture.graph import Dims, Inputs
+from fxmem.capture.graph import Dims, Inputs, order_of_dims
 from fxmem.errors import InputError
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.torch_private import FakeTensor
@@ -74,7 +74,7 @@ def reshaped(inputs: Inputs, shapes: Shapes) -> Inputs:
         if not isinstance(leaf, torch.Tensor) or shape is None:
             continue
         if isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.is_floating_point() or leaf.is_complex():
-            order = sorted(range(leaf.dim()), key=lambda d: (-leaf.stride(d), d))
+            order = order_of_dims(leaf)
             back = sorted(range(leaf.dim()), key=order.__getitem__)
             with world.mode:
                 dense = torch.empty([shape[d] for d in order], dtype=leaf.dtype, device=leaf.device).permute(back)

@@ -67,4 +67,8 @@ def extras_named(model: torch.nn.Module, signature: inspect.Signature) -> Iterat
 def tied_dims(captured: CaptureGraph) -> Dims:
     """Return the dynamic dimensions that torch.export quietly fixed, since the model's code is tied to their size."""
     placeholders = [node for node in captured.graph_module.graph.nodes if node.op == "placeholder"]
-    return frozenset((i, d) for i, d in captured.dynamic if isinstance(placeholders[i].meta["val"].shape[d], int))
+    return frozenset((i, d) for i, d in captured.dynamic if _is_fixed(placeholders[i].meta["val"].shape[d]))
+
+
+def _is_fixed(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) or bool(size.node.expr.is_number)

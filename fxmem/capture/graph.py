@@ -83,6 +83,12 @@ class Inputs:
         return tuple(args), kwargs
 
 
+def order_of_dims(tensor: torch.Tensor) -> list[int]:
+    """Return a tensor's dimensions, the one of the largest stride first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
+
+
 def _extra_names(model: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Return those names that the model's forward does not name itself, in the order given."""
     forward = model.forward

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxmem.capture.graph import Inputs
+from fxmem.capture.graph import Inputs, order_of_dims
 from fxmem.fake.python_state import CONTAINERS
 from fxmem.torch_private import is_traceable_wrapper, storage_key, version_of
 
@@ -61,7 +61,7 @@ def _leaf_signature(leaf: Any, with_sizes: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided:
             return (leaf.layout, leaf.shape)
-        layout = (leaf.shape, leaf.stride()) if with_sizes else _order_of_dims(leaf)
+        layout = (leaf.shape, leaf.stride()) if with_sizes else _layout_of_any_size(leaf)
         return (layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
     try:
         hash(leaf)
@@ -70,9 +70,9 @@ def _leaf_signature(leaf: Any, with_sizes: bool) -> Any:
     return (type(leaf), _constant(leaf))
 
 
-def _order_of_dims(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _layout_of_any_size(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return in which order the dimensions of a dense tensor lie, which all its sizes may share; else how it lies."""
-    order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d))
+    order = order_of_dims(tensor)
     contiguous = tensor.is_contiguous()
     if contiguous or tensor.permute(order).is_contiguous():
         return (tensor.dim(), None if contiguous else tuple(order))

@@ -13,13 +13,16 @@ import torch
 from torch import fx
 
 from fxmem.capture.graph import CaptureGraph, attribute_of
-from fxmem.op_facts.kinds import WritesUnsaid
+from fxmem.op_facts.kinds import UpdatesOnly, WritesUnsaid
 from fxmem.op_facts.lookup import by_op
 from fxmem.runtime.recompute import RandomStates, set_random_states, stash_random_states
 from fxmem.runtime.scoped_ops import op_of
 from fxmem.torch_private import OpOverload, schema_of
 
-_UNSAID = by_op(WritesUnsaid)
+_UNSAID = {
+    **{op: fact.places for op, fact in by_op(WritesUnsaid).items()},
+    **{op: fact.places for op, fact in by_op(UpdatesOnly).items()},
+}
 
 
 class Before:
@@ -53,9 +56,9 @@ def _written_roots(node: fx.Node) -> Iterator[fx.Node]:
     op = op_of(node.target)
     if not isinstance(op, OpOverload):
         return
-    unsaid = _UNSAID.get(op)
+    unsaid = _UNSAID.get(op, ())
     for place, argument in enumerate(schema_of(op).arguments):
-        if argument.is_write or (unsaid is not None and place in unsaid.places):
+        if argument.is_write or place in unsaid:
             value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             for given in value if isinstance(value, list | tuple) else (value,):
                 root = _root(given)

@@ -316,5 +316,6 @@ def _lies_as_planned(made: torch.Tensor, view: View) -> bool:
     symbols = {n.node.expr: size for n, size in zip(made.shape, view.size, strict=True) if isinstance(n, torch.SymInt)}
     if not all(symbol.is_symbol for symbol in symbols):
         return False
-    pairs = zip((*made.shape, *made.stride()), (*view.size, *view.stride), strict=True)
+    symbolic: tuple[Any, ...] = (*made.shape, *made.stride())
+    pairs = zip(symbolic, (*view.size, *view.stride), strict=True)
     return all((n.node.expr.subs(symbols) if isinstance(n, torch.SymInt) else n) == size for n, size in pairs)
