@@ -22,7 +22,7 @@ import torch
 
 from fxmem.capture.graph import Inputs, order_of_dims
 from fxmem.fake.python_state import CONTAINERS
-from fxmem.torch_private import is_traceable_wrapper, storage_key, version_of
+from fxmem.torch_private import FakeTensor, is_traceable_wrapper, storage_key, version_of
 
 CONSTANTS = frozenset({bool, int, float, str, type(None)})
 VALUES: tuple[type, ...] = (
@@ -108,6 +108,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _memory(tensor: torch.Tensor) -> int:
     """Return where the storage of a tensor that has memory begins; something of its own where that is empty."""
+    if isinstance(tensor, FakeTensor):  # its address means nothing
+        return storage_key(tensor)
     return tensor.untyped_storage().data_ptr() or storage_key(tensor)
 
 

@@ -313,9 +313,10 @@ def _is_symbolic(leaf: Any) -> bool:
 
 def _lies_as_planned(made: torch.Tensor, view: View) -> bool:
     """True if ``made``, of symbolic sizes, lies as ``view`` at the sizes planned for."""
-    symbols = {n.node.expr: size for n, size in zip(made.shape, view.size, strict=True) if isinstance(n, torch.SymInt)}
-    if not all(symbol.is_symbol for symbol in symbols):
+    numbers: tuple[Any, ...] = (*made.shape, *made.stride())
+    expressions = [n.node.expr if isinstance(n, torch.SymInt) else n for n in numbers]
+    planned = (*view.size, *view.stride)
+    symbols = {e: n for e, n in zip(expressions[: made.dim()], view.size, strict=True) if not isinstance(e, int)}
+    if not all(symbol.is_symbol or symbol.is_number for symbol in symbols):
         return False
-    symbolic: tuple[Any, ...] = (*made.shape, *made.stride())
-    pairs = zip(symbolic, (*view.size, *view.stride), strict=True)
-    return all((n.node.expr.subs(symbols) if isinstance(n, torch.SymInt) else n) == size for n, size in pairs)
+    return all((e if isinstance(e, int) else e.subs(symbols)) == n for e, n in zip(expressions, planned, strict=True))

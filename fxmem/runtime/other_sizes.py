@@ -76,9 +76,7 @@ class NotingTape(Tape):
     def run(self, index: int, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planned = self.table.nodes[index]
         leaves = leaves_of((args, kwargs))
-        arguments = tuple(
-            [(place, self._noted_view(planned, view, leaves[place])) for place, view in planned.arguments]
-        )
+        arguments = tuple([(p, self._noted_view(planned, view, leaves, p)) for p, view in planned.arguments])
         for place, view in arguments:
             key = storage_key(leaves[place])
             if self._keys.setdefault(view.storage, key) != key:
@@ -92,7 +90,7 @@ class NotingTape(Tape):
             self.random_states[index] = stash_random_states(node.draws_on)
         output = self._run_hooked(node, target, args, kwargs) if node.hooked else target(*args, **kwargs)
         made = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
-        outputs = tuple([(place, self._noted_view(planned, view, made[place])) for place, view in planned.outputs])
+        outputs = tuple([(p, self._noted_view(planned, view, made, p)) for p, view in planned.outputs])
         for place, view in outputs:
             self._check_made(planned, view.storage, made[place], given)
         self._noted[index] = replace(node, outputs=outputs)
@@ -103,9 +101,10 @@ class NotingTape(Tape):
             self._connect(node)
         return output
 
-    def _noted_view(self, node: NodeTape, view: View, tensor: torch.Tensor) -> View:
+    def _noted_view(self, node: NodeTape, view: View, leaves: list[Any], place: int) -> View:
+        tensor = leaves[place] if place < len(leaves) else None
         like = (view.dtype, view.conj, view.neg, len(view.size), view.requires_grad)
-        if (tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor.dim(), tensor.requires_grad) != like:
+        if not isinstance(tensor, torch.Tensor) or _kind_of(tensor) != like:
             raise OtherStructureError(f"{node.name} works on another kind of tensor than planned")
         size, offset = tuple(tensor.size()), int(tensor.storage_offset())
         return view._replace(size=size, stride=tensor.stride(), offset=offset)
@@ -148,12 +147,19 @@ class NotingTape(Tape):
         self._done(self.table)
 
 
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what no other size may change."""
+    return (tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor.dim(), tensor.requires_grad)
+
+
 def _at_this_size(recompute: Recompute, noted: dict[int, NodeTape], leaves: dict[int, tuple[Any, ...]]) -> Recompute:
     nodes = [_node_at_this_size(node, noted[node.index], leaves[node.index]) for node in recompute.nodes]
     return replace(recompute, nodes=tuple(nodes))
 
 
 def _node_at_this_size(node: NodeRecompute, noted: NodeTape, actual: Sequence[Any]) -> NodeRecompute:
+    if len(node.leaves) != len(actual):
+        raise OtherStructureError(f"{node.name} takes another number of arguments than planned")
     arguments, outputs = dict(noted.arguments), dict(noted.outputs)
     return replace(
         node,
