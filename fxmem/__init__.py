@@ -5,6 +5,7 @@ from fxmem.api.estimate import Estimate, estimate
 from fxmem.api.frontier import BudgetPoint, Frontier, frontier
 from fxmem.api.module import OptimizedModule, optimize, optimize_, restore
 from fxmem.api.planned_class import FxMemModule
+from fxmem.api.prepare import Prepared, PreparedSize, prepare
 from fxmem.api.track import Measurement, track
 from fxmem.errors import (
     BudgetError,
@@ -48,6 +49,8 @@ __all__ = [
     "Place",
     "Plan",
     "PlanMismatchError",
+    "Prepared",
+    "PreparedSize",
     "ProfileError",
     "Report",
     "Row",
@@ -62,5 +65,6 @@ __all__ = [
     "optimize",
     "optimize_",
     "restore",
+    "prepare",
     "track",
 ]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -34,6 +34,7 @@ from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
+from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
@@ -57,9 +58,17 @@ class Compiled:
     graph_module: fx.GraphModule
     captured: CaptureGraph
     plan: Plan
-    report: Report
+    _report: Report | Callable[[], Report]
+    """Of a size that was not planned for, it is made when it is asked for."""
     planned: Planned | None = None
     """Its frontier, if it was planned for and not taken over."""
+    seen: RecordedStep | None = None
+    """What other runs of the step may rely on."""
+
+    @property
+    def report(self) -> Report:
+        """What was planned, for the size of the call."""
+        return self._report if isinstance(self._report, Report) else self._report()
 
 
 def compile_model(
@@ -102,7 +111,7 @@ def compile_model(
         inplace=graph.inplace,
         cuda=emitted.cuda,
     )
-    return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned)
+    return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
 
 
 # -- profiles and frontiers ------------------------------------------------------------------------------------------
@@ -169,37 +178,81 @@ def _keep_all(profile: GraphProfile) -> FrontierPoint:
     return FrontierPoint(plan, simulate(profile, plan).peak_bytes, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class CallScope:
+    """What a call was made under, to plan for it later."""
+
+    regions: tuple[Autocast, ...]
+    """Autocast regions around the call."""
+    casts: bool
+    """Whether their casts are kept."""
+    devices: tuple[torch.device, ...]
+
+    @staticmethod
+    def around(devices: tuple[torch.device, ...]) -> CallScope:
+        """Return what is on now."""
+        regions = tuple(region for kind in {d.type for d in devices} if (region := Autocast.of(kind)))
+        return CallScope(regions, torch.is_autocast_cache_enabled(), devices)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for scope in (as_in_training(), autocast_as_in_forward(None, self.devices), casts_kept(self.casts)):
+                stack.enter_context(scope)
+            for region in self.regions:
+                stack.enter_context(region.enter())
+            yield
+
+
 @dataclass(slots=True)
 class UnplannedFloor:
-    """The least peak of a step that fits as it is: planned for once, when it is asked for."""
+    """The least peak of a step that was not planned for: planned for once, when it is asked for."""
 
     graph: CaptureGraph
     context: CompileContext
     """Without the batch, which is not kept for this."""
-    regions: tuple[Autocast, ...]
-    """Autocast regions around the call, and whether their casts are kept."""
-    casts: bool
+    scope: CallScope
     _known: int | None = field(default=None)
 
     @staticmethod
     def of(graph: CaptureGraph, context: CompileContext) -> UnplannedFloor:
-        types = {device.type for device in context.profile_of(graph).devices}
-        regions = tuple(region for kind in types if (region := Autocast.of(kind)))
-        return UnplannedFloor(graph, context.without_values(), regions, torch.is_autocast_cache_enabled())
+        return UnplannedFloor(graph, context.without_values(), CallScope.around(context.profile_of(graph).devices))
 
     def __call__(self) -> int:
         if self._known is None:
-            devices = self.context.profile_of(self.graph).devices
-            with ExitStack() as stack:
-                for scope in (as_in_training(), autocast_as_in_forward(None, devices), casts_kept(self.casts)):
-                    stack.enter_context(scope)
-                for region in self.regions:
-                    stack.enter_context(region.enter())
+            with self.scope.entered():
                 graph = run_passes(self.graph, PASSES_FOR_SHORT_MEMORY, self.context)
                 profiled = with_times(self.context.profile_of(graph), self.context)
                 points = frontier_of(profiled.profile, self.context.settings)
                 self._known = floor_bytes(profiled, self.context, points)
         return self._known
+
+
+def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor) -> Report:
+    """Return the report of ``compiled``, planned for another size, at the size of ``context``. Errors: as
+    :func:`fxmem.profiling.verify.verify`, and ``ValueError`` if the plan is none for this size."""
+    start, captured = time.perf_counter(), compiled.captured
+    profiled = context.profile_of(captured)
+    profile, plan = profiled.profile, replace(compiled.plan, planner=f"{compiled.plan.planner}, of a larger size")
+    check_plan(profile, plan)
+    timeline, settings = simulate(profile, plan), context.settings
+    verification, events = verify(
+        compiled.graph_module, captured, context.inputs, timeline, settings.step, profiled.seen
+    )
+    return build_report(
+        profile,
+        FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds),
+        verification,
+        budget_bytes=settings.budget_bytes,
+        eager_peak_bytes=eager_step(context.model, captured, context.inputs, settings.step, profiled.seen).peak_bytes,
+        least_bytes=floor,
+        peak_step=timeline.peak_step,
+        bound_seconds=lower_bound(profile, settings.budget_bytes or timeline.peak_bytes, timeline.recompute_seconds),
+        plan_seconds=time.perf_counter() - start,
+        notes=_notes(settings, captured),
+        inplace=captured.inplace,
+        cuda=events.peaks() if _is_on_cuda(profiled) else None,
+    )
 
 
 # -- emitting --------------------------------------------------------------------------------------------------------

@@ -135,14 +135,14 @@ def test_texts_of_many_lengths_are_planned_for_few_times(monkeypatch: pytest.Mon
     optimized.load_state_dict(eager.state_dict())
     rng = random.Random(0)
     names = []
-    for length in (64, *(rng.randint(48, 68) for _ in range(4)), 20):
+    for length in (64, *(rng.randint(48, 68) for _ in range(4)), 70, 72):
         inputs = Inputs.of((texts(length),), {})
         assert not differences(run(eager, eager, inputs), run(optimized, optimized, inputs))
         assert optimized.report.predicted_peak_bytes <= budget
         names.append(optimized.report.planner)
     assert plannings.count <= 2
-    assert names.count("earlier size") >= 3
-    assert names[-1] == "keep_all"  # fits as it is
+    assert sum(name.startswith("earlier size") for name in names) >= 3  # what is larger is planned for
+    assert sum(name.endswith("of a larger size") for name in names) >= 3
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_sizes_in_an_autocast_region_with_dropout() -> None:
         x = torch.randn(rows, 16)
         assert all(map(torch.equal, gradients(eager, x), gradients(optimized, x)))
         planners.append(optimized.report.planner)
-    assert planners[1:] == ["earlier size"] * 2
+    assert planners[1:] == ["earlier size, of a larger size"] * 2
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_a_report_of_a_plan_taken_over_plans_when_its_floor_is_asked_for_only(mo
     for length in (64, 63, 62):
         optimized(texts(length))
     report, count = optimized.report, plannings.count
-    assert report.planner == "earlier size"
+    assert report.planner == "earlier size, of a larger size"
     assert "least reachable" not in str(report)
     assert plannings.count == count
     assert report.floor_bytes <= report.predicted_peak_bytes
@@ -211,7 +211,7 @@ def test_a_policy_holds_for_plans_taken_over(action: Any) -> None:
     for length in (64, 63, 62):
         optimized(texts(length))
     report = optimized.report
-    assert report.planner == "earlier size"
+    assert report.planner == "earlier size, of a larger size"
     decisions = {row.decision for row in report.rows if row.name.startswith("layer_norm")}
     assert decisions == {"keep" if action == "save" else "drop"}
 

@@ -61,8 +61,8 @@ def test_an_optimized_model_goes_the_way_its_inputs_say() -> None:
 def test_other_sizes_of_one_way_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     optimized = fxmem.optimize(Masked(), planner="chen")
     captures = []
-    for place in ("fxmem.api.compile_cache.capture", "fxmem.capture.advice.capture"):
-        monkeypatch.setattr(place, lambda *args: captures.append(1) or capture(*args))
+    for place in ("fxmem.api.size_families.capture", "fxmem.capture.advice.capture"):
+        monkeypatch.setattr(place, lambda *args, **options: captures.append(1) or capture(*args, **options))
     for rows in (4, 6, 9, 12):
         optimized(torch.randn(rows, WIDTH), masks(rows)[0]).sum().backward()
     assert len(captures) == 2  # one for the first size, one that serves all

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fxmem.api.size_families import Family, LazyReport, SizedPlan, at_other_size
 from fxmem.api.user_frames import level_of_user
-from fxmem.capture.advice import capture_or_advise
-from fxmem.capture.dynamic_batch import largest_batch, resized, varying_dims, without_values
-from fxmem.capture.export import capture, fitting
-from fxmem.capture.graph import CaptureGraph, Dims, Inputs
+from fxmem.capture.dynamic_batch import Shapes, largest_batch, resized, shapes_of
+from fxmem.capture.export import fitting
+from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.guards import ModelStates, arguments_of, constants_of
-from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
+from fxmem.capture.written_state import Before
+from fxmem.errors import InfeasibleBudgetError, InputError
 from fxmem.ir import Plan
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
@@ -30,23 +31,12 @@ from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.backend_flags import present
+from fxmem.runtime.other_sizes import OtherStructureError
 from fxmem.torch_patches import as_in_training
 
-MANY_SPECIALIZATIONS = MANY_STATES = MANY_CONSTANTS = 8
-"""Of one signature, by the values of inputs, of a model, by its attributes, or of its arguments that are no tensors: here
-the user hears that planning each takes time."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Signatures that differ in sizes only."""
-
-    captured: CaptureGraph
-    """The graph of the latest."""
-    example: Inputs
-    """Its arguments, without values."""
-    planned: list[Planned]
-    """Sizes that were planned for."""
+MANY_SPECIALIZATIONS = MANY_STATES = MANY_CONSTANTS = MANY_SIZES = 8
+"""Of one signature, by the values of inputs, of a model, by its attributes, of its arguments that are no tensors, or of
+these by size: here the user hears that planning each takes time."""
 
 
 class CompileCache:
@@ -58,7 +48,11 @@ class CompileCache:
         self._model, self._settings = model, settings
         self._states = ModelStates(model)
         self._compiled: dict[tuple[Any, ...], list[Compiled]] = {}
-        self._families: dict[tuple[Any, ...], _Family] = {}
+        self._families: dict[tuple[Any, ...], Family] = {}
+        self._untried: set[int] = set()
+        """Ids of what is compiled for larger sizes and has not run yet at the size that it is noted for."""
+        self._alone: set[tuple[Any, ...]] = set()
+        """Signatures that no plan of a larger size serves."""
         self._constants: set[Any] = set()
 
     @property
@@ -66,11 +60,65 @@ class CompileCache:
         """By signature: how many ways through the model are compiled."""
         return [len(specializations) for specializations in self._compiled.values()]
 
+    @property
+    def num_planned(self) -> int:
+        """How many calls, different in their sizes or otherwise, were planned for."""
+        return sum(len(family.plans) for family in self._families.values())
+
     def find(self, inputs: Inputs, autocast: Autocast | None) -> Compiled | None:
         """Return what is compiled for the signature of ``inputs`` and serves them, if anything is."""
-        compiled = _serving(self._compiled.get(self._signature(inputs, autocast), []), inputs)
+        signature = self._signature(inputs, autocast)
+        compiled = _serving(self._compiled.get(signature, []), inputs)
+        if compiled is None:
+            compiled = self._of_larger_size(signature, inputs, autocast)
         self.latest = compiled or self.latest
         return compiled
+
+    def _of_larger_size(self, signature: tuple[Any, ...], inputs: Inputs, autocast: Autocast | None) -> Compiled | None:
+        """Return what is compiled for larger sizes and serves ``inputs``, if anything is, and note it for their own."""
+        if signature in self._alone:
+            return None
+        plan = self._family(inputs, autocast).plan_for(inputs, self._settings.budget_bytes is not None)
+        if plan is None:
+            return None
+        compiled = plan.compiled
+        if plan.shapes != shapes_of(inputs):
+            compiled = self._at_other_size(compiled, inputs, autocast)
+        self._compiled.setdefault(signature, []).append(compiled)
+        return compiled
+
+    def _at_other_size(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        compiled = at_other_size(CompileContext(self._model, inputs, self._settings, autocast), compiled)
+        self._untried.add(id(compiled))
+        return compiled
+
+    def run(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> Any:
+        """Return the model's output for ``inputs``, computed by what was found or made for them.
+
+        The first call of a size that was not planned for is tried: where the graph does otherwise than planned, what it
+        wrote is put back, and the size gets a plan of its own.
+        """
+        captured = compiled.captured
+        if id(compiled) not in self._untried:
+            return captured.call(compiled.graph_module, inputs.leaves)
+        before = Before(captured, inputs.leaves)
+        try:
+            output = captured.call(compiled.graph_module, inputs.leaves)
+            self._untried.discard(id(compiled))
+            return output
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            OtherStructureError,
+            RuntimeError,
+        ):  # the latter: a size that the graph is not for, or a user's own error
+            before.restore()
+        signature = self._signature(inputs, autocast)
+        self._alone.add(signature)
+        self._untried.discard(id(compiled))
+        self._compiled[signature] = [one for one in self._compiled[signature] if one is not compiled]
+        anew = self.make(inputs, autocast)
+        return anew.captured.call(anew.graph_module, inputs.leaves)
 
     def make(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile for the signature of ``inputs``, where nothing was found. Errors: as :func:`fxmem.optimize` tells."""
@@ -116,7 +164,7 @@ class CompileCache:
 
         for specializations in self._compiled.values():
             specializations[:] = [compiled for compiled in specializations if holds(compiled.captured)]
-        for key in [key for key, family in self._families.items() if not holds(family.captured)]:
+        for key in [key for key, family in self._families.items() if not family.outlives(holds)]:
             del self._families[key]
 
     def _warn_of_many(self, inputs: Inputs, specializations: list[Compiled]) -> None:
@@ -145,6 +193,14 @@ class CompileCache:
                 stacklevel=level_of_user(),
             )
 
+    def _warn_of_sizes(self) -> None:
+        warnings.warn(
+            f"{type(self._model).__name__} came in {MANY_SIZES} sizes, each larger somewhere than those before, and was "
+            "planned for each. Plan for the largest at once, and all smaller ones run under that plan: "
+            "fxmem.prepare(model, dataloader).",
+            stacklevel=level_of_user(),
+        )
+
     def _signature(self, inputs: Inputs, autocast: Autocast | None, *, with_sizes: bool = True) -> tuple[Any, ...]:
         """Return what a plan depends on; without ``with_sizes``, what a graph with symbolic dimensions does."""
         others = [kind for kind in ("cpu", "cuda") if autocast is None or autocast.device_type != kind]
@@ -152,24 +208,37 @@ class CompileCache:
         state = self._states.number(), self._states.among(inputs.tensors)
         return (arguments_of(inputs, with_sizes=with_sizes), autocast, dtypes, present(), *state)
 
+    def kind_of(self, inputs: Inputs, autocast: Autocast | None) -> tuple[Any, ...]:
+        """Return what calls have in common that differ in sizes only."""
+        return self._signature(inputs, autocast, with_sizes=False)
+
+    def expect(self, inputs: Inputs, autocast: Autocast | None, shapes: Iterable[Shapes]) -> None:
+        """Note the shapes in which calls of the kind of ``inputs`` will come: plans are made for the largest."""
+        self._family(inputs, autocast).expect(shapes)
+
+    def peak_bytes(self, compiled: Compiled) -> int:
+        """Return the peak of the step at the size that ``compiled`` was found or made for, verified on fakes."""
+        report = compiled._report
+        return report.peak_bytes() if isinstance(report, LazyReport) else compiled.report.predicted_peak_bytes
+
+    def _family(self, inputs: Inputs, autocast: Autocast | None) -> Family:
+        return self._families.setdefault(self.kind_of(inputs, autocast), Family())
+
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
-        key = self._signature(inputs, autocast, with_sizes=False)
-        family: _Family | None = self._families.get(key)
-        captured: CaptureGraph | None = None
-        if family is not None:
-            captured = family.captured
-            dims = varying_dims(family.example, inputs)
-            if not dims <= captured.dynamic:
-                captured = _captured_dynamic(self._model, inputs, autocast, dims | captured.dynamic)
-            elif not (captured.serves(inputs) and captured.fits(inputs)):
-                captured = None
-        if captured is None:
-            captured = capture_or_advise(self._model, inputs, autocast)
-        planned = family.planned if family is not None else []
-        self._families[key] = _Family(captured, without_values(inputs), planned)
+        family = self._family(inputs, autocast)
+        captured = family.graph_for(self._model, inputs, autocast)
+        larger = family.larger(inputs, captured)
+        if larger is not None:
+            with suppress(InfeasibleBudgetError):  # its own size may fit
+                compiled = self._planned(family, captured, larger, autocast)
+                return self._at_other_size(compiled, inputs, autocast)
+        return self._planned(family, captured, inputs, autocast)
+
+    def _planned(self, family: Family, captured: CaptureGraph, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         try:
-            compiled = compile_model(CompileContext(self._model, inputs, self._settings, autocast), captured, planned)
+            context = CompileContext(self._model, inputs, self._settings, autocast)
+            compiled = compile_model(context, captured, family.planned)
         except InfeasibleBudgetError as error:
             if not captured.dynamic:
                 raise
@@ -185,7 +254,10 @@ class CompileCache:
                 f"The largest batch that fits is {largest}.",
             ) from None
         if compiled.planned is not None:
-            planned.append(compiled.planned)
+            family.planned.append(compiled.planned)
+        family.plans.append(SizedPlan(compiled, shapes_of(inputs)))
+        if len(family.plans) == MANY_SIZES:
+            self._warn_of_sizes()
         return compiled
 
     def _largest_batch(self, captured: CaptureGraph, inputs: Inputs) -> int:
@@ -221,13 +293,3 @@ def _collected_afterwards() -> Iterator[None]:
 def _serving(specializations: list[Compiled], inputs: Inputs) -> Compiled | None:
     """Return that of ``specializations`` which the model goes with these inputs."""
     return next((one for one in specializations if one.captured.serves(inputs)), None)
-
-
-def _captured_dynamic(
-    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dims: Dims
-) -> CaptureGraph | None:
-    """Return a graph that serves other sizes of ``dims``, or None where the model's code is tied to one size."""
-    try:
-        return capture(model, inputs, autocast, dims)
-    except CaptureError:
-        return None

@@ -16,6 +16,7 @@ import torch
 from fxmem.api.arguments import Options, check_methods, check_optimizable, settings_of, with_options
 from fxmem.api.budget import parse_budget
 from fxmem.api.planned_class import FxMemModule, optimize_in_place, optimized, restored
+from fxmem.api.prepare import prepare
 from fxmem.devices import device_named
 from fxmem.passes.context import Settings
 
@@ -33,6 +34,7 @@ def optimize(
     budget: float | str | None = None,
     plan_for: str | None = None,
     methods: Sequence[str] = ("forward",),
+    shapes: Any = None,
     **options: Unpack[Options],
 ) -> FxMemModule:
     """Return ``model`` as a module that trains inside a memory budget, with bitwise the same numbers.
@@ -50,6 +52,8 @@ def optimize(
       ``report`` is then of that GPU, and the first training call plans for the device it is on.
     - ``methods``: names of methods that are called in training beside ``forward``, such as ``("forward", "encode")``; each
       is planned as a step of its own, ``module.fxmem.methods["encode"]``.
+    - ``shapes``: batches, or lengths of the example, to plan for now: all their sizes run under one plan, as
+      :func:`fxmem.prepare` says.
 
     Under autocast the peak counts casts of weights until the region ends; if yours ends before the step does, the peak is
     an upper bound.
@@ -59,7 +63,7 @@ def optimize(
     """
     settings = _settings(model, (example_args, example_kwargs), budget_gb, budget, plan_for, options)
     module = optimized(model, settings, check_methods(model, methods))
-    return _planned(module, example_args, example_kwargs, plan_for)
+    return _planned(module, example_args, example_kwargs, plan_for, shapes)
 
 
 @with_options
@@ -72,6 +76,7 @@ def optimize_(
     budget: float | str | None = None,
     plan_for: str | None = None,
     methods: Sequence[str] = ("forward",),
+    shapes: Any = None,
     **options: Unpack[Options],
 ) -> FxMemModule:
     """Make ``model`` itself a module that trains inside a memory budget; return it. All else as :func:`fxmem.optimize`.
@@ -82,7 +87,7 @@ def optimize_(
     settings = _settings(model, (example_args, example_kwargs), budget_gb, budget, plan_for, options)
     module = optimize_in_place(model, settings, check_methods(model, methods))
     try:
-        return _planned(module, example_args, example_kwargs, plan_for)
+        return _planned(module, example_args, example_kwargs, plan_for, shapes)
     except BaseException:
         restored(module)
         raise
@@ -118,11 +123,13 @@ def _settings(
 
 
 def _planned(
-    module: FxMemModule, example_args: Any, example_kwargs: dict[str, Any] | None, plan_for: str | None
+    module: FxMemModule, example_args: Any, example_kwargs: dict[str, Any] | None, plan_for: str | None, shapes: Any
 ) -> FxMemModule:
     """Return ``module``, planned for the example where one is given."""
     if plan_for is not None:
         module.fxmem.prepare_for(device_named(plan_for), example_args, example_kwargs)
+    elif shapes is not None:
+        prepare(module, shapes, example_args, example_kwargs)
     elif example_args is not None or example_kwargs is not None:
         module.fxmem.prepare(example_args, example_kwargs)
     return module

@@ -43,8 +43,8 @@ class Namespace:
         """Return what the original returns for a training call, computed under the plan of such calls."""
         _check_mode()
         inputs = Inputs.of(args, kwargs, self.original)
-        compiled = self.compiled_for(inputs, Autocast.of(device_of(self.original).type))
-        return compiled.captured.call(compiled.graph_module, inputs.leaves)
+        region = Autocast.of(device_of(self.original).type)
+        return self.plans.run(self.compiled_for(inputs, region), inputs, region)
 
     def plan_anew(self, step: TrainingStep) -> None:
         """Forget all plans; those to come are for ``step``, of this method and the others."""

@@ -5,11 +5,11 @@ A graph captured with symbolic dimensions serves every size; each size gets a pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from fxmem.capture.graph import Dims, Inputs
+from fxmem.capture.graph import Dims, Inputs, order_of_dims
 from fxmem.errors import InputError
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.torch_private import FakeTensor
@@ -29,32 +29,59 @@ def batch_dims(inputs: Inputs) -> Dims:
     return frozenset((i, 0) for i, leaf in tensors if leaf.shape[0] == size)
 
 
-def varying_dims(one: Inputs, other: Inputs) -> Dims:
-    """Return the (leaf, dimension) pairs in which two calls of the same ranks differ."""
-    return frozenset(
-        (i, d)
-        for i, (a, b) in enumerate(zip(one.leaves, other.leaves, strict=True))
-        if isinstance(a, torch.Tensor)
-        for d in range(a.dim())
-        if a.shape[d] != b.shape[d]
-    )
+Shapes = tuple[torch.Size | None, ...]
+"""Of a call's leaves; None for what is no tensor."""
+
+
+def shapes_of(inputs: Inputs) -> Shapes:
+    """Return the shapes of a call's tensors."""
+    return tuple([leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in inputs.leaves])
+
+
+def differing_dims(one: Shapes, other: Shapes) -> Dims:
+    """Return the (leaf, dimension) pairs in which shapes of the same ranks differ."""
+    pairs = ((i, a, b) for i, (a, b) in enumerate(zip(one, other, strict=True)) if a is not None and b is not None)
+    return frozenset((i, d) for i, a, b in pairs for d, (m, n) in enumerate(zip(a, b, strict=True)) if m != n)
+
+
+def is_within(one: Shapes, other: Shapes) -> bool:
+    """True if no dimension of ``one`` is longer than that of ``other``, of the same ranks."""
+    pairs = ((a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
+    return all(m <= n for a, b in pairs for m, n in zip(a, b, strict=True))
+
+
+def largest_of(shapes: Iterable[Shapes]) -> Shapes:
+    """Return in each dimension the longest of several shapes of the same ranks."""
+    by_leaf = zip(*shapes, strict=True)
+    return tuple([None if leaf[0] is None else torch.Size(map(max, zip(*leaf, strict=True))) for leaf in by_leaf])
 
 
 def resized(inputs: Inputs, dims: Dims, size: int) -> Inputs:
-    """Return ``inputs`` with ``size`` entries in the dimensions ``dims``: integers and bools repeated, for a model may look
-    at their values, all else as fakes."""
+    """Return ``inputs`` with ``size`` entries in the dimensions ``dims``, as :func:`reshaped` does."""
+    shapes = [
+        shape if shape is None else torch.Size(size if (i, d) in dims else n for d, n in enumerate(shape))
+        for i, shape in enumerate(shapes_of(inputs))
+    ]
+    return reshaped(inputs, tuple(shapes))
+
+
+def reshaped(inputs: Inputs, shapes: Shapes) -> Inputs:
+    """Return ``inputs`` with tensors of ``shapes``: integers and bools cut or repeated, for a model may look at their
+    values, all else as fakes."""
     world = FakeWorld(inputs.leaves)
     leaves = list(inputs.leaves)
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
+    for i, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
+        if not isinstance(leaf, torch.Tensor) or shape is None:
             continue
         if isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.is_floating_point() or leaf.is_complex():
-            shape = [size if (i, d) in dims else n for d, n in enumerate(leaf.shape)]
+            order = order_of_dims(leaf)
+            back = sorted(range(leaf.dim()), key=order.__getitem__)
             with world.mode:
-                leaves[i] = torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+                dense = torch.empty([shape[d] for d in order], dtype=leaf.dtype, device=leaf.device).permute(back)
+                leaves[i] = dense.detach().requires_grad_(leaf.requires_grad)
         else:
-            for d, n in enumerate(leaf.shape):
-                if (i, d) in dims:
+            for d, (size, n) in enumerate(zip(shape, leaf.shape, strict=True)):
+                if size != n:
                     leaves[i] = leaves[i].index_select(d, torch.arange(size, device=leaf.device) % n)
     return Inputs(tuple(leaves), inputs.spec)
 

@@ -21,6 +21,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxmem.capture.backend_flags_noted import NOTED, noted_in_nodes
+from fxmem.capture.dynamic_shapes import dynamic_shapes_of, extras_named, signature_of, tied_dims
 from fxmem.capture.frozen_norms import with_frozen_norms
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs, SizeGuards, source_of, with_unused_state
 from fxmem.capture.opaque_calls import Opaque, kept_whole, opaque_call
@@ -51,13 +52,19 @@ def _autocast_device(graph_module: fx.GraphModule) -> str | None:
 
 
 def capture(
-    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None = None, dynamic: Dims = frozenset()
+    model: torch.nn.Module,
+    inputs: Inputs,
+    autocast: Autocast | None = None,
+    dynamic: Dims = frozenset(),
+    *,
+    partly: bool = False,
 ) -> CaptureGraph:
     """Return the checked graph of ``model`` called with ``inputs`` in its present training mode.
 
-    ``dynamic``: dimensions that stay symbolic, so that the graph serves other sizes of them. Errors: ``InputError`` if
-    the model does not take such arguments, ``CaptureError`` when it cannot be captured, when its graph would give other
-    gradients, or when it is tied to the size of a dynamic dimension.
+    ``dynamic``: dimensions that stay symbolic, so that the graph serves other sizes of them. ``partly``: those that the
+    model ties to one size are left out. Errors: ``InputError`` if the model does not take such arguments,
+    ``CaptureError`` when it cannot be captured, when its graph would give other gradients, or, unless ``partly``, when it
+    is tied to the size of a dynamic dimension.
     """
     stage("capturing the graph")
     args, kwargs = inputs.call()
@@ -68,7 +75,7 @@ def capture(
             check_device(tensor.device)
             _check_dense(model, tensor)
     with tensors_restored(model) as written:
-        captured = _captured(model, inputs, autocast, dynamic)
+        captured = _captured(model, inputs, autocast, dynamic, partly)
     if written:
         raise CaptureError(
             f"{type(model).__name__} writes in forward to the tensor {written[0]}, which is no buffer; a captured graph "
@@ -77,7 +84,9 @@ def capture(
     return captured
 
 
-def _captured(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims) -> CaptureGraph:
+def _captured(
+    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims, partly: bool
+) -> CaptureGraph:
     try:
         with attributes_restored(model), kept_whole(model) as opaques:
             module, out_spec, reads, conditions = _exported(model, inputs, autocast, dynamic)
@@ -96,13 +105,21 @@ def _captured(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
         ) from error
     graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
-    guards = SizeGuards(conditions, inspect.signature(model.forward)) if dynamic else None
+    guards = SizeGuards(conditions, signature_of(model, inputs)) if dynamic else None
     if _has_places(graph_module):
         reads += tuple(places_of(inputs.leaves))
     captured = CaptureGraph(graph_module, out_spec, autocast, dynamic, parameters, device, reads, guards)
     _check_scalars(model, captured)
     _check_recurrent(model, captured)
-    _check_dynamic(model, captured)
+    tied = tied_dims(captured)
+    if partly:
+        captured = replace(captured, dynamic=dynamic - tied)
+    elif tied:
+        i, d = min(tied)
+        raise CaptureError(
+            f"{type(model).__name__} is tied to the size {inputs.leaves[i].shape[d]} of dimension {d} of its input "
+            f"{captured.input_names[i]}"
+        )
     check_faithful(model, captured, inputs)
     return captured
 
@@ -172,13 +189,14 @@ def _exported(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
     Returned with it: what the model read of the inputs' values on its way, and the sizes' conditions.
     """
     args, kwargs = inputs.call()
-    shapes = _dynamic_shapes(model, inputs, dynamic)
+    shapes = dynamic_shapes_of(model, inputs, dynamic)
 
     def export(values: KnownValues | None) -> _Exported:
         region = autocast.enter() if autocast else nullcontext()
         scope = nullcontext() if values is None else _as_if_eager(model, values)
         with (
             attributes_restored(model),
+            extras_named(model, signature_of(model, inputs)),
             region,
             no_value_checks(),
             grouped_matmuls(),
@@ -216,29 +234,6 @@ def _check_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise InputError(f"{type(model).__name__}.forward does not take these arguments: {error}") from error
-
-
-def _dynamic_shapes(model: torch.nn.Module, inputs: Inputs, dynamic: Dims) -> dict[str, Any] | None:
-    """Return ``dynamic`` as torch.export wants it: by argument name, in the shape of the arguments."""
-    if not dynamic:
-        return None
-    leaves = []
-    for i, leaf in enumerate(inputs.leaves):
-        dims = {d: torch.export.Dim.AUTO for j, d in dynamic if j == i}
-        leaves.append(dims if isinstance(leaf, torch.Tensor) else None)
-    args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
-    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
-
-
-def _check_dynamic(model: torch.nn.Module, captured: CaptureGraph) -> None:
-    """torch.export quietly fixes a dimension the model's code is tied to; say so."""
-    placeholders = [node for node in captured.graph_module.graph.nodes if node.op == "placeholder"]
-    for i, d in sorted(captured.dynamic):
-        if isinstance(placeholders[i].meta["val"].shape[d], int):
-            raise CaptureError(
-                f"{type(model).__name__} is tied to the size {placeholders[i].meta['val'].shape[d]} of dimension {d} of "
-                f"its input {placeholders[i].name}"
-            )
 
 
 def _check_scalars(model: torch.nn.Module, captured: CaptureGraph) -> None:

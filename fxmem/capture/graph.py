@@ -83,6 +83,12 @@ class Inputs:
         return tuple(args), kwargs
 
 
+def order_of_dims(tensor: torch.Tensor) -> list[int]:
+    """Return a tensor's dimensions, the one of the largest stride first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
+
+
 def _extra_names(model: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Return those names that the model's forward does not name itself, in the order given."""
     forward = model.forward
@@ -139,6 +145,11 @@ class CaptureGraph:
     """What was decided of each op that has an in-place form, once that pass has run."""
     made_from: CaptureGraph | None = None
     """Of an emitted graph: the one that its plan was made for."""
+
+    @property
+    def input_names(self) -> list[str]:
+        """The names of the input leaves."""
+        return [node.name for node in self.graph_module.graph.nodes if node.op == "placeholder"]
 
     def fits(self, inputs: Inputs) -> bool:
         """True if the graph is the model's for the sizes of ``inputs``, as far as dynamic dimensions have others.

@@ -20,9 +20,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from fxmem.capture.graph import Inputs
+from fxmem.capture.graph import Inputs, order_of_dims
 from fxmem.fake.python_state import CONTAINERS
-from fxmem.torch_private import is_traceable_wrapper, storage_key, version_of
+from fxmem.torch_private import FakeTensor, is_traceable_wrapper, storage_key, version_of
 
 CONSTANTS = frozenset({bool, int, float, str, type(None)})
 VALUES: tuple[type, ...] = (
@@ -61,13 +61,22 @@ def _leaf_signature(leaf: Any, with_sizes: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided:
             return (leaf.layout, leaf.shape)
-        layout = (leaf.shape, leaf.stride()) if with_sizes else (leaf.dim(), leaf.is_contiguous())
+        layout = (leaf.shape, leaf.stride()) if with_sizes else _layout_of_any_size(leaf)
         return (layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
     try:
         hash(leaf)
     except TypeError:
         return repr(leaf)
     return (type(leaf), _constant(leaf))
+
+
+def _layout_of_any_size(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return in which order the dimensions of a dense tensor lie, which all its sizes may share; else how it lies."""
+    order = order_of_dims(tensor)
+    contiguous = tensor.is_contiguous()
+    if contiguous or tensor.permute(order).is_contiguous():
+        return (tensor.dim(), None if contiguous else tuple(order))
+    return (tensor.shape, tensor.stride())
 
 
 def constants_of(inputs: Inputs) -> tuple[Any, ...]:
@@ -99,6 +108,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _memory(tensor: torch.Tensor) -> int:
     """Return where the storage of a tensor that has memory begins; something of its own where that is empty."""
+    if isinstance(tensor, FakeTensor):  # its address means nothing
+        return storage_key(tensor)
     return tensor.untyped_storage().data_ptr() or storage_key(tensor)
 
 

@@ -9,6 +9,7 @@ the model makes, and of whatever is computed from these alone; not of parameters
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,10 +58,16 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """``leaves[leaf].shape[dim]``."""
+    """A number that follows from sizes of leaves, such as ``4 * leaves[0].shape[1]``."""
 
-    leaf: int
-    dim: int
+    expression: Any
+    """Of sympy."""
+    dims: tuple[tuple[Any, int, int], ...]
+    """(symbol, leaf, dimension) of the sizes that it names."""
+
+    def of(self, leaves: Sequence[Any]) -> int:
+        """Return the number as a call with ``leaves`` has it."""
+        return int(self.expression.subs({symbol: leaves[leaf].shape[dim] for symbol, leaf, dim in self.dims}))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +108,7 @@ class _Values:
     def _given(self, leaf: Any) -> Any:
         if isinstance(leaf, Value | Leaf):
             return self.of(leaf)
-        return self._leaves[leaf.leaf].shape[leaf.dim] if isinstance(leaf, Size) else leaf
+        return leaf.of(self._leaves) if isinstance(leaf, Size) else leaf
 
 
 def places_of(leaves: Sequence[Any]) -> Iterator[ValueGuard]:
@@ -135,14 +142,15 @@ class KnownValues(TorchFunctionMode):
         self._kinds = _BRANCHES | _NUMBERS if numbers else _BRANCHES
         self._known = WeakTensorKeyDictionary()
         """By fake, (how its values follow from the leaves, a real tensor that has them)."""
-        self._sizes: dict[str, Size] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+        """By symbol, the (leaf, dimension) that has this size."""
 
     def stand_in(self, fakes: Sequence[Any]) -> None:
         """Say which fakes stand for the leaves."""
         for i, (leaf, fake) in enumerate(zip(self._leaves, fakes, strict=True)):
             if not isinstance(leaf, torch.Tensor) or not isinstance(fake, torch.Tensor):
                 continue
-            self._sizes.update((str(n), Size(i, d)) for d, n in enumerate(fake.shape) if isinstance(n, torch.SymInt))
+            self._sizes.update((str(n), (i, d)) for d, n in enumerate(fake.shape) if isinstance(n, torch.SymInt))
             has_values = not isinstance(leaf, FakeTensor) and not leaf.is_meta and leaf.layout == torch.strided
             if has_values and not leaf.is_floating_point() and not leaf.is_complex():
                 self._known[fake] = (Leaf(i), leaf)
@@ -183,7 +191,7 @@ class KnownValues(TorchFunctionMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not (tensors or func in _CONSTANTS) or not all(map(self.knows, tensors)):
             return None
-        if any(not isinstance(t, torch.Tensor) or t.numel() > MOST_ELEMENTS for t in fresh):
+        if any(not isinstance(t, torch.Tensor) or _known_size(t.numel()) > MOST_ELEMENTS for t in fresh):
             return None
         try:
             value_args, value_kwargs = tree_map(self._value, (args, kwargs))
@@ -199,12 +207,18 @@ class KnownValues(TorchFunctionMode):
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return self._known[leaf][0]
-        return self._sizes[str(leaf)] if isinstance(leaf, torch.SymInt) else leaf
+        return self._size(leaf) if isinstance(leaf, torch.SymInt) else leaf
+
+    def _size(self, size: torch.SymInt) -> Size:
+        """Errors: ``KeyError`` if it is no matter of the leaves' sizes alone."""
+        expression = size.node.expr
+        symbols = sorted(expression.free_symbols, key=str)
+        return Size(expression, tuple((symbol, *self._sizes[str(symbol)]) for symbol in symbols))
 
     def _real(self, leaf: Any) -> Any:
         value = self._value(leaf)
         if isinstance(value, Size):
-            return self._leaves[value.leaf].shape[value.dim]
+            return value.of(self._leaves)
         if isinstance(value, torch.device) and value.type == "cuda" and not torch.cuda.is_available():
             return torch.device("cpu")  # fakes lie on a GPU that is not here
         return self._known[leaf][1] if isinstance(leaf, torch.Tensor) else leaf
@@ -233,6 +247,12 @@ def seeing_values(leaves: Sequence[Any], fakes: Sequence[Any]) -> Iterator[None]
     values.stand_in(fakes)
     with answered(values):
         yield
+
+
+def _known_size(size: int | torch.SymInt) -> float:
+    """Return a size as it is in this call, without end where nobody can tell; a condition on it would tie the graph."""
+    known = size if isinstance(size, int) else size.node.hint
+    return math.inf if known is None else int(known)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

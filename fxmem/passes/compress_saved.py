@@ -199,7 +199,8 @@ def _call_of(node: fx.Node, views: dict[int, View]) -> object:
     """Return what calls that consist of the same ops have in common."""
     leaves, spec = tree_flatten((node.args, node.kwargs))
     described = [views[k]._replace(storage=0) if k in views else (type(leaf), leaf) for k, leaf in enumerate(leaves)]
-    return op_of(node.target), region_of(node.target), str(spec), tuple(described)
+    symbolic = [str(made.meta["val"].stride()) for made in leaves if _is_symbolic(made)]
+    return op_of(node.target), region_of(node.target), str(spec), tuple(described), str(symbolic)
 
 
 def _leaner(
@@ -243,15 +244,24 @@ def _is_cast(target: Target, device_type: str) -> bool:
 
 
 def _parts(node: fx.Node, views: dict[int, View], device: torch.device, autocast: Autocast | None) -> fx.Graph | None:
-    """Return the few ops that ``node`` consists of; None where they are many, or not to be seen."""
+    """Return the few ops that ``node`` consists of; None where they are many, or not to be seen.
+
+    Where the graph is for many sizes, so are they.
+    """
     leaves, spec = tree_flatten((node.args, node.kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
     if len(places) != sum(isinstance(value, fx.Node) for value in (*node.args, *node.kwargs.values())):
         return None  # lists of tensors: no such op is known to save more than it must
     if places != sorted(views) or any(view.conj or view.neg for view in views.values()):
         return None
-    with FakeWorld().mode:
-        fakes = [_fake(views[place], device) for place in places]
+    symbolic = next((leaf.meta["val"].fake_mode for leaf in leaves if _is_symbolic(leaf)), None)
+    if symbolic is not None and not all(_lies_as_planned(leaves[place].meta["val"], views[place]) for place in places):
+        return None
+    with symbolic or FakeWorld().mode:
+        geometries = [leaves[place].meta["val"] if symbolic else views[place] for place in places]
+        fakes = [_fake(views[p], geometry, device) for p, geometry in zip(places, geometries, strict=True)]
+    conditions = symbolic.shape_env.guards if symbolic is not None else []
+    num_conditions = len(conditions)
 
     def call(*tensors: torch.Tensor) -> Any:
         left = iter(tensors)
@@ -259,13 +269,38 @@ def _parts(node: fx.Node, views: dict[int, View], device: torch.device, autocast
         return op_of(node.target)(*args, **kwargs)
 
     try:
-        with autocast.enter() if autocast else nullcontext(), region_of(node.target).enter(), torch.enable_grad():
+        with (
+            autocast.enter() if autocast else nullcontext(),
+            region_of(node.target).enter(),
+            torch.enable_grad(),
+            symbolic or nullcontext(),
+        ):
             graph = make_fx(call)(*fakes).graph
     except Exception:  # an op may refuse to be traced in any way; then it stays what it is
+        return None
+    if len(conditions) > num_conditions:  # at other sizes it may consist of other ops
         return None
     return graph if len(graph.nodes) <= MOST_PARTS else None
 
 
-def _fake(view: View, device: torch.device) -> torch.Tensor:
-    fake = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
+def _fake(view: View, geometry: Any, device: torch.device) -> torch.Tensor:
+    size, stride = (view.size, view.stride) if geometry is view else (geometry.shape, geometry.stride())
+    fake = torch.empty_strided(size, stride, dtype=view.dtype, device=device)
     return made_outside(fake) if view.requires_grad else fake
+
+
+def _is_symbolic(leaf: Any) -> bool:
+    """True of a node whose tensor has symbolic sizes."""
+    made = leaf.meta.get("val") if isinstance(leaf, fx.Node) else None
+    return isinstance(made, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in made.shape)
+
+
+def _lies_as_planned(made: torch.Tensor, view: View) -> bool:
+    """True if ``made``, of symbolic sizes, lies as ``view`` at the sizes planned for."""
+    numbers: tuple[Any, ...] = (*made.shape, *made.stride())
+    expressions = [n.node.expr if isinstance(n, torch.SymInt) else n for n in numbers]
+    planned = (*view.size, *view.stride)
+    symbols = {e: n for e, n in zip(expressions[: made.dim()], view.size, strict=True) if not isinstance(e, int)}
+    if not all(symbol.is_symbol or symbol.is_number for symbol in symbols):
+        return False
+    return all((e if isinstance(e, int) else e.subs(symbols)) == n for e, n in zip(expressions, planned, strict=True))

@@ -67,7 +67,7 @@ def exchanged(graph: fx.Graph, request: Request) -> bool:
 
 def _join_matmuls(graph: fx.Graph) -> None:
     """Write ``matmul`` for the ops that it consists of: it runs the same ones, in C++."""
-    nodes = list(graph.nodes)
+    nodes = _without_sizes(graph)
     for k, product in enumerate(nodes):
         fact = _PARTS.get(product.target)
         if fact is None:
@@ -75,13 +75,22 @@ def _join_matmuls(graph: fx.Graph) -> None:
         inputs = [node for operand in product.args if (node := _expanded(operand, fact)) is not None]
         if len(inputs) != 2 or any(node.meta["val"].dim() < 3 for node in inputs):
             continue  # with fewer dimensions it depends on autograd which ops it consists of
-        traced = make_fx(resolved(fact.whole))(*[node.meta["val"] for node in inputs]).graph.nodes
+        traced = _without_sizes(make_fx(resolved(fact.whole))(*[node.meta["val"] for node in inputs]).graph)
         pattern = [node for node in traced if node.op == "call_function"]
         start = k - [node.target for node in pattern].index(product.target)
         found = nodes[start : start + len(pattern)]
         if _is_same(pattern, found, dict(zip(traced, inputs, strict=False))):
             *others, last = found
             _exchange(last, resolved(fact.whole), tuple(inputs), *reversed(others))
+
+
+def _without_sizes(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of ``graph`` but those that compute sizes."""
+    return [node for node in graph.nodes if not _is_size(node)]
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _expanded(operand: Any, fact: PartOf) -> fx.Node | None:
@@ -99,10 +108,17 @@ def _is_same(pattern: list[fx.Node], found: list[fx.Node], known: dict[fx.Node, 
     if [node.target for node in pattern] != [node.target for node in found]:
         return False
     for expected, node in zip(pattern, found, strict=True):
-        if fx.map_arg((expected.args, expected.kwargs), known.__getitem__) != (node.args, node.kwargs):
+        if _arguments(expected, known.__getitem__) != _arguments(node, lambda given: given):
             return False
         known[expected] = node
     return all(user in found for node in found[:-1] for user in node.users)
+
+
+def _arguments(node: fx.Node, stands_for: Callable[[fx.Node], fx.Node]) -> Any:
+    """Return the arguments of ``node``, sizes as what they are, tensors as ``stands_for`` says."""
+    return fx.map_arg(
+        (node.args, node.kwargs), lambda given: str(given.meta["val"]) if _is_size(given) else stands_for(given)
+    )
 
 
 def _exchange(last: fx.Node, form: Target, args: tuple[Any, ...], *others: fx.Node) -> bool:

@@ -17,8 +17,9 @@ from fxmem.ir import KEEP, Plan
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.op_bindings import callable_of
+from fxmem.runtime.other_sizes import Sizes, TapeOpener
 from fxmem.runtime.recompute import Recompute
-from fxmem.runtime.tape import TapedCall, TapeOpener, close_tape
+from fxmem.runtime.tape import TapedCall, close_tape
 from fxmem.runtime.tape_table import NodeTape, TapeTable
 
 CodeTransformer = Callable[[list[str]], list[str]]
@@ -46,11 +47,19 @@ class Emit:
         return True
 
     def apply(self, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
-        return replace(graph, graph_module=rewrite(context.profile_of(graph), self.plan), made_from=graph)
+        sizes = Sizes(
+            tuple(sorted(graph.dynamic)),
+            tuple(context.inputs.leaves[i].shape[d] for i, d in sorted(graph.dynamic)),
+            bounded=context.settings.budget_bytes is not None,
+        )
+        return replace(graph, graph_module=rewrite(context.profile_of(graph), self.plan, sizes), made_from=graph)
 
 
-def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:
-    """Return the GraphModule that trains under ``plan``; its parameters are the captured module's own objects."""
+def rewrite(profiled: Profiled, plan: Plan, sizes: Sizes | None = None) -> fx.GraphModule:
+    """Return the GraphModule that trains under ``plan``; its parameters are the captured module's own objects.
+
+    ``sizes``: what other sizes of the graph's inputs the plan may serve.
+    """
     live = _live(profiled, plan)
     captured = profiled.captured.graph_module
     tapes = _node_tapes(profiled, plan, live)
@@ -64,7 +73,8 @@ def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:
         env[node] = graph.node_copy(node)
     if live.dropped:
         inputs = [_read_static(graph, env, by_name[profiled.static_names[~j]]) for j in statics]
-        tape = graph.call_module("fxmem_tape", tuple(inputs))
+        free = [env[placeholders[i]] for i in dict.fromkeys(i for i, _ in sizes.dims)] if sizes else []
+        tape = graph.call_module("fxmem_tape", (*inputs, *free))
         tape.name = "tape"
     calls = iter(range(len(profiled.profile.nodes)))
     for node in captured.graph.nodes:
@@ -93,7 +103,7 @@ def rewrite(profiled: Profiled, plan: Plan) -> fx.GraphModule:
         for j in statics
         if (count := count_of_batches(captured, by_name[profiled.static_names[~j]])) is not None
     }
-    opener = TapeOpener(_table(profiled, plan, live, tapes), tuple(statics), counters)
+    opener = TapeOpener(_table(profiled, plan, live, tapes), tuple(statics), counters, sizes)
     return fx.GraphModule({**attributes, "fxmem_tape": opener}, graph, class_name="Optimized")
 
 
@@ -213,6 +223,7 @@ def _table(profiled: Profiled, plan: Plan, live: _Live, tapes: dict[int, NodeTap
         autocast=profiled.captured.autocast,
         regions_inside=profiled.captured.autocast_device is not None,
         names=tuple(s.name for s in profile.storages),
+        nbytes=tuple(s.nbytes for s in profile.storages),
     )
 
 

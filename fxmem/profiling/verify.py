@@ -38,16 +38,27 @@ def verify(
     ``seen``: what an earlier run of the same step tells of it. Errors: ``VerificationError`` if it cannot run; a differing
     peak is returned, not raised.
     """
+    ran = emitted_step(emitted, captured, inputs, step, seen)
+    return Verification(timeline.peak_bytes, ran.peak_bytes), ran.events
+
+
+def emitted_step(
+    emitted: fx.GraphModule,
+    captured: CaptureGraph,
+    inputs: Inputs,
+    step: TrainingStep = BARE,
+    seen: RecordedStep | None = None,
+) -> FakeStep:
+    """Return what the training step of ``emitted`` takes. Errors: ``VerificationError`` if it cannot run."""
     try:
         subject = _Subject(lambda leaves: captured.call(emitted, leaves), emitted, captured.graph_module)
-        ran = _ran(subject, captured, inputs, step, seen)
+        return _ran(subject, captured, inputs, step, seen)
     except Exception as error:
         overwritten = "modified by an inplace operation" in str(error)
         remedy = (
             " Where the forward writes through .data to what a backward reads, write to a clone." if overwritten else ""
         )
         raise VerificationError(f"the emitted module does not run on fake tensors: {error}{remedy}") from error
-    return Verification(timeline.peak_bytes, ran.peak_bytes), ran.events
 
 
 def eager_step(

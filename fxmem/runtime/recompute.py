@@ -328,19 +328,20 @@ class replayed:
         _generators.acquire()
         try:
             self._present = stash_random_states([device for device, _ in self._states])
-            _set_random_states(self._states)
+            set_random_states(self._states)
         except BaseException:
             _generators.release()
             raise
 
     def __exit__(self, *exc: object) -> None:
         try:
-            _set_random_states(self._present)
+            set_random_states(self._present)
         finally:
             _generators.release()
 
 
-def _set_random_states(states: RandomStates) -> None:
+def set_random_states(states: RandomStates) -> None:
+    """Set default generators to ``states``."""
     for device, state in states:
         if isinstance(state, torch.Tensor):
             torch.set_rng_state(state)

@@ -79,6 +79,11 @@ class Fresh:
         self.key = key
         self.settled: Held | Handle = Held(tensor.detach())  # its own node would own itself
 
+    def held_tensor(self) -> torch.Tensor:
+        """Return the tensor itself, before it is settled."""
+        assert type(self.settled) is Held
+        return self.settled.tensor
+
 
 def unpack(saved: Held | Handle | Fresh) -> torch.Tensor:
     """Return the saved tensor, recomputing its storage if the slot is empty."""

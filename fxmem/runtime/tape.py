@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxmem.errors import PlanMismatchError, SavedTensorModifiedError
+from fxmem.errors import SavedTensorModifiedError
 from fxmem.runtime.autocast import autocast_as_in_forward
 from fxmem.runtime.backend_flags import present, under
 from fxmem.runtime.layout import View, Views, layout_error, layout_message, memory_error
@@ -53,7 +53,7 @@ class Tape:
     def __init__(
         self, table: TapeTable, statics: dict[int, torch.Tensor], counters: dict[int, torch.Tensor] | None = None
     ) -> None:
-        """``statics``, ``counters``: see :class:`TapeOpener`."""
+        """``statics``, ``counters``: see :class:`fxmem.runtime.other_sizes.TapeOpener`."""
         self.table = table
         self.random_states: dict[int, RandomStates] = {}
         self._views: dict[int, Views] = {}
@@ -188,8 +188,7 @@ class Tape:
             view = planned.get(saved.key)
             storage = view.storage if view is not None else internals.get(saved.key, -1)
             if storage in self.table.dropped:
-                assert type(saved.settled) is Held
-                tensor = saved.settled.tensor
+                tensor = saved.held_tensor()
                 if view is None or not view.is_of(tensor):
                     view = View.of(tensor, storage)
                 saved.settled = Handle(self._slot(storage), view)
@@ -328,22 +327,6 @@ class Tape:
                 'before the next forward, or pass policy=[("batch_norm", "save"), ("frozen_batch_norm", "save")].'
             )
         return tensor
-
-
-class TapeOpener(torch.nn.Module):
-    """The emitted graph's ``fxmem_tape`` submodule: opens a tape for one call."""
-
-    def __init__(self, table: TapeTable, statics: tuple[int, ...], counters: dict[int, torch.Tensor]) -> None:
-        """``counters``: of statics whose version does not tell when they are written, tensors whose version does."""
-        super().__init__()
-        self.table = table
-        self._statics, self._counters = statics, counters
-
-    def forward(self, *statics: torch.Tensor) -> Tape:
-        """Return a fresh tape. ``statics``: the parameters, buffers and inputs that recipes read, in planned order."""
-        if len(statics) != len(self._statics):
-            raise PlanMismatchError(f"{len(self._statics)} static tensors were planned, {len(statics)} were given")
-        return Tape(self.table, dict(zip(self._statics, statics, strict=True)), self._counters)
 
 
 class TapedCall:

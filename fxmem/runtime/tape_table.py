@@ -65,3 +65,5 @@ class TapeTable:
     regions_inside: bool
     """Whether some of their ops enter autocast regions of their own."""
     names: tuple[str, ...]
+    nbytes: tuple[int, ...] = ()
+    """Bytes of the managed storages, as planned."""
