@@ -35,7 +35,7 @@ from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
 from fxmem.profiling.profile import Profiled
-from fxmem.profiling.verify import eager_step, verify
+from fxmem.profiling.verify import FakeStep, eager_step, verify
 from fxmem.progress import stage
 from fxmem.report.peak import place_of
 from fxmem.report.text import Report, build_report
@@ -75,6 +75,9 @@ def compile_model(
     stage("profiling")
     graph = run_passes(captured, PASSES, context)
     profiled, planned = context.profile_of(graph), None
+    eager = eager_step(context.model, captured, context.inputs, settings.step, profiled.seen)
+    context = with_budget(context, eager, profiled)
+    settings = context.settings
     emitted = emit_if_all_fits(profiled, context)
     if emitted is None:
         profiled = context.profile_of(run_passes(graph, PASSES_FOR_SHORT_MEMORY, context))
@@ -83,7 +86,6 @@ def compile_model(
         profiled = with_times(profiled, context)
         planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
         emitted = emit_within_budget(profiled, context, planned.points)
-    eager = eager_step(context.model, captured, context.inputs, settings.step, profiled.seen)
     report = build_report(
         profiled.profile,
         emitted.point,
@@ -286,6 +288,15 @@ def bound_bytes(peak_bytes: int, cuda: AllocatorPeaks | None, settings: Settings
     if cuda is None:
         return peak_bytes
     return cuda.reserved_bytes if settings.budget_of == "reserved" else cuda.allocated_bytes
+
+
+def with_budget(context: CompileContext, eager: FakeStep, profiled: Profiled) -> CompileContext:
+    """Return ``context`` with its budget in bytes, where that is a share of what it bounds of eager's step."""
+    share = context.settings.budget_share
+    if share is None:
+        return context
+    cuda = eager.events.peaks() if _is_on_cuda(profiled) else None
+    return context.with_settings(budget_bytes=int(share * bound_bytes(eager.peak_bytes, cuda, context.settings)))
 
 
 def _is_on_cuda(profiled: Profiled) -> bool:

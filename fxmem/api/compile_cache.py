@@ -175,7 +175,7 @@ class CompileCache:
             if not captured.dynamic:
                 raise
             try:
-                largest = self._largest_batch(captured, inputs)
+                largest = self._largest_batch(captured, inputs, error.budget_bytes)
             except InputError:  # what varies is no batch, and the model does not take every size of it
                 raise error from None
             raise InfeasibleBudgetError(
@@ -189,11 +189,9 @@ class CompileCache:
             planned.append(compiled.planned)
         return compiled
 
-    def _largest_batch(self, captured: CaptureGraph, inputs: Inputs) -> int:
+    def _largest_batch(self, captured: CaptureGraph, inputs: Inputs, budget_bytes: int) -> int:
         """Return the largest size of the dynamic dimensions at which some plan fits."""
         settings = replace(self._settings, measure=False)
-        budget_bytes = settings.budget_bytes
-        assert budget_bytes is not None
         planned: list[Planned] = []
 
         def floor_bytes(size: int) -> int:

@@ -21,6 +21,7 @@ from torch import fx
 from fxmem.api.arguments import (
     Options,
     check_alone,
+    check_example,
     check_model,
     example_of,
     region_of_step,
@@ -32,7 +33,7 @@ from fxmem.api.compile_cache import CompileCache
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.capture.guards import REGISTRIES
 from fxmem.devices import DeviceModel, device_named
-from fxmem.errors import InputError, NotPlannedError
+from fxmem.errors import InputError, NotPlannedError, in_units
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
 from fxmem.ir import Plan
@@ -51,6 +52,7 @@ def optimize(
     *,
     budget_gb: float | None = None,
     budget: float | str | None = None,
+    budget_mb: float | None = None,
     plan_for: str | None = None,
     **options: Unpack[Options],
 ) -> OptimizedModule:
@@ -59,9 +61,10 @@ def optimize(
     - ``model``: an ``nn.Module`` or ``fx.GraphModule``; its parameters are shared, not copied.
     - ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one call's arguments, to plan for now. Without them the
       first training-mode call is planned for.
-    - ``budget_gb`` in 10^9 bytes, or ``budget`` in bytes or as text (``"24GiB"``): the bound on the peak of the whole
-      training step, on CUDA with what ops and libraries take inside. ``"auto"``, and with neither: what the model's CUDA
-      device has free for it, of this process's share, less a margin of 3 %; on the CPU no bound.
+    - ``budget_gb`` in 10^9 bytes, ``budget_mb`` in 10^6, or ``budget`` in bytes or as text (``"24GiB"``): the bound on the
+      peak of the whole training step, on CUDA with what ops and libraries take inside. ``budget="50%"``: that share of the
+      peak of the model as it is, of each kind of call its own. ``"auto"``, and with none: what the model's CUDA device has
+      free for it, of this process's share, less a margin of 3 %; on the CPU no bound.
     - ``plan_for``: a GPU by name (``"a100-80gb"``, :mod:`fxmem.devices`) to plan the example for, which need not be here;
       ``report`` is then of that GPU, and the first training call plans for the device it is on.
 
@@ -74,11 +77,12 @@ def optimize(
     check_model(model)
     if "fxmem" in {*dir(type(model)), *vars(model), *model._modules, *model._parameters, *model._buffers}:
         raise InputError(f"{type(model).__name__} has an attribute 'fxmem', which an optimized module needs: rename it")
+    check_example(example_args)
     settings = settings_of(options)
     holders = (settings.step.optimizer, settings.step.scaler, example_args, example_kwargs)
     gpu = None if plan_for is None else device_named(plan_for)
-    budget_bytes = parse_budget(budget_gb, budget, model, *holders, gpu=gpu)
-    optimized = OptimizedModule(model, replace(settings, budget_bytes=budget_bytes))
+    bound = parse_budget(budget_gb, budget, model, *holders, budget_mb=budget_mb, gpu=gpu)
+    optimized = OptimizedModule(model, replace(settings, budget_bytes=bound.nbytes, budget_share=bound.share))
     if gpu is not None:
         optimized.fxmem.prepare_for(gpu, example_args, example_kwargs)
     elif example_args is not None or example_kwargs is not None:
@@ -313,8 +317,10 @@ class OptimizedModule(torch.nn.Module):
         return sorted({*object.__dir__(self), *dir(self._fxmem.original), *OLD_NAMES})
 
     def extra_repr(self) -> str:
-        budget = self._fxmem.settings.budget_bytes
-        return "no budget" if budget is None else f"budget {budget / 1e9:.3f} GB"
+        settings = self._fxmem.settings
+        if settings.budget_share is not None:
+            return f"budget {settings.budget_share:.0%} of eager's peak"
+        return "no budget" if settings.budget_bytes is None else f"budget {in_units(settings.budget_bytes)}"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Plans and the optimizer's state are not copied or pickled; a copy plans again on its first training call."""

@@ -67,7 +67,7 @@ def capture(
         if isinstance(tensor, torch.Tensor):
             check_device(tensor.device)
             _check_dense(model, tensor)
-    with tensors_restored(model) as written:
+    with quiet(), tensors_restored(model) as written:
         captured = _captured(model, inputs, autocast, dynamic)
     if written:
         raise CaptureError(
@@ -136,7 +136,7 @@ def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None
     on_fakes = attributes_restored(model), world.state_of(model), world.active(model)
     try:
         with ExitStack() as stack:
-            for context in (*on_fakes, region, seeing_values(inputs.leaves, fakes), quiet()):
+            for context in (*on_fakes, region, seeing_values(inputs.leaves, fakes)):
                 stack.enter_context(context)
             stack.enter_context(FewLooks())
             memory = stack.enter_context(MemoryLooks())
@@ -185,7 +185,6 @@ def _exported(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
             scope,
             outputs_looked_into(model),
             DataRead(),
-            quiet(),
             regions_left(),
             noted_in_nodes(model),
         ):
