@@ -22,6 +22,7 @@ from fxmem.capture.pytrees import flattened
 from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import CaptureError, chain_of, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, attributes_restored
+from fxmem.fake.generators import Draws
 from fxmem.fake.python_state import OpLog, Place, PythonState
 from fxmem.op_facts import names_of
 from fxmem.op_facts.kinds import AddedByExport
@@ -180,8 +181,9 @@ def _run(
 
     buffers = {name: world.fake(buffer) for name, buffer in model.named_buffers()}
     with attributes_restored(model), world.state_of(module), world.active(), ScalarReads():
+        draws = Draws()
         before, versions = PythonState(model), {name: version_of(buffer) for name, buffer in buffers.items()}
-        with _calls_noted() as calls:
+        with _calls_noted() as calls, draws.watching():
             outputs, ops = forward()
         exchanged = next(before.exchanged(), None)
         if exchanged is not None:
@@ -196,9 +198,12 @@ def _run(
         )
         if not twice:
             return _Run(_autograd_nodes(outputs), calls, left, {}, ops, ops, new_buffers)
-        between = PythonState(model)
-        _, ops_again = forward()
+        between, draws_again = PythonState(model), Draws(draws.own)
+        with draws_again.watching():
+            _, ops_again = forward()
         again = between.changes()
+        if (draws.seeded or draws_again.seeded) and not _SEEDINGS & set(calls):
+            calls.append("manual_seed or set_state of a torch.Generator")
     return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again, new_buffers)
 
 
@@ -240,6 +245,7 @@ def _harmless(node: Any) -> bool:
 
 
 _SEEDING = "Draw from a torch.Generator of the model's own instead."
+_SEEDINGS = frozenset({"torch.manual_seed", "torch.set_rng_state", "torch.random.fork_rng"})
 _CASTING = "Say with torch.autocast(..., cache_enabled=False) where no cast is to be kept."
 _HOOKING = "Set the hook on a parameter, or outside the model."
 _REMEDIES = {
@@ -252,6 +258,8 @@ _REMEDIES = {
     "torch.manual_seed": _SEEDING,
     "torch.set_rng_state": _SEEDING,
     "torch.random.fork_rng": _SEEDING,
+    "manual_seed or set_state of a torch.Generator": "Make and seed generators outside the model's forward; keep numbers that "
+    "are to be the same in each call in a buffer.",
     "torch.inference_mode": "Use torch.no_grad.",
     "torch.clear_autocast_cache": _CASTING,
     "torch.set_autocast_cache_enabled": _CASTING,
