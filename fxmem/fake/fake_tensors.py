@@ -6,7 +6,7 @@ aliases are kept. Real tensors are never touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
@@ -108,16 +108,21 @@ class FakeWorld:
         registries = [r for m in each for r in (m._parameters, m._buffers)]
         saved = [dict(registry) for registry in registries]
         try:
-            for registry in registries:
-                registry.update((name, self.fake(t)) for name, t in registry.items() if t is not None)  # type: ignore[misc]
             with ExitStack() as stack:
-                for module in modules:
+                for module in modules:  # before there are fakes: a buffer that the body replaces is held by nobody
                     stack.enter_context(attributes_restored(module))
+                for registry in registries:
+                    registry.update((name, self.fake(t)) for name, t in registry.items() if t is not None)  # type: ignore[misc]
                 yield
         finally:
             for registry, before in zip(registries, saved, strict=True):
                 registry.clear()
                 registry.update(before)  # type: ignore[arg-type]
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let go of the fakes of ``tensors``, which live on where else they are held."""
+        for tensor in tensors:
+            self._fakes.pop(id(tensor), None)
 
     @contextmanager
     def active(self, *modules: torch.nn.Module) -> Iterator[None]:

@@ -23,6 +23,7 @@ from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import BARE, Gradients, TrainingStep, gradients_of, run_step
+from fxmem.profiling.written_views import WrittenViews
 
 
 def verify(
@@ -62,7 +63,7 @@ def eager_step(
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
-        with seeing_values(inputs.leaves, leaves):
+        with seeing_values(inputs.leaves, leaves), WrittenViews():
             return model(*args, **kwargs)
 
     with tensors_restored(model):
@@ -112,6 +113,7 @@ def _fake_step(
     memory, log = DeviceMemory.of(p.device for p in parameters), StepLog()
     tracker = StorageTracker(log.note, memory=memory, on_library=log.note_library)
     state = [world.fake(t) for t in _as_moved(subject.owner)]
+    buffers = list(subject.owner.buffers())
     left: Gradients | None = None
 
     def micro_batch() -> None:
@@ -136,6 +138,8 @@ def _fake_step(
         tracker.hold(tensors_of([scaler]))
         log.step_starts()
         with world.state_of(subject.module), tracker, ScalarReads():
+            del state  # a buffer that the forward replaces goes
+            world.forget(buffers)
             run_step(lambda: subject.forward(leaves), step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
     libraries_bytes = memory.workspaces(len(tracker.library_threads))
     return FakeStep(tracker.peak_bytes + sum(libraries_bytes), left, log.events(libraries_bytes))
