@@ -63,6 +63,7 @@ def capture(
     args, kwargs = inputs.call()
     _check_arguments(model, args, kwargs)
     _check_parameters(model)
+    _check_scripted(model)
     for tensor in (*model.parameters(), *model.buffers(), *inputs.leaves):
         if isinstance(tensor, torch.Tensor):
             check_device(tensor.device)
@@ -124,6 +125,17 @@ def _check_parameters(model: torch.nn.Module) -> None:
                     f"the gradient of {where} has shape {tuple(parameter.grad.shape)}, the parameter itself "
                     f"{tuple(parameter.shape)}: call zero_grad() after a parameter is resized"
                 )
+
+
+def _check_scripted(model: torch.nn.Module) -> None:
+    """Errors: ``CaptureError`` if a submodule is TorchScript's, whose interpreter differentiates by rules of its own."""
+    scripted = next((path for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise CaptureError(
+            f"{type(model).__name__} holds the torch.jit.ScriptModule {scripted!r}, which runs in TorchScript's own "
+            "interpreter and goes into no graph. Put the nn.Module that it was made from in its place, or optimize the "
+            "parts around it."
+        )
 
 
 def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> Exception | None:

@@ -115,6 +115,8 @@ def _check_autograd(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
 
 
 _KNOWN_LOSSES = {
+    "DifferentiableGraph": "A function of torch.jit.script or torch.jit.trace is differentiated by TorchScript's own rules: "
+    "call the Python function that it was made from.",
     "CheckpointFunction": "Reentrant torch.utils.checkpoint does not go into a graph: switch it off "
     "(use_reentrant=False, or gradient_checkpointing_disable()); fxmem recomputes by its own plan.",
     "AccumulateGrad": "A parameter or a tensor that it makes require grad inside forward would get no gradient.",
@@ -241,7 +243,8 @@ def _autograd_nodes(outputs: Any) -> Counter[str]:
 
 def _harmless(node: Any) -> bool:
     """Views and copies differ between a model and its graph (``x.T`` or ``permute``) without changing a gradient."""
-    return not isinstance(node, torch.autograd.function.BackwardCFunction) and "AccumulateGrad" not in node.name()
+    named = any(name in node.name() for name in ("AccumulateGrad", "DifferentiableGraph"))
+    return not isinstance(node, torch.autograd.function.BackwardCFunction) and not named
 
 
 _SEEDING = "Draw from a torch.Generator of the model's own instead."
