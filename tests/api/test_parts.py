@@ -48,7 +48,7 @@ def test_a_part_may_be_given_any_value_of_the_model_around_it(way: Callable[[Ten
     eager = Around(way)
     model = copy.deepcopy(eager)
     part = model.part
-    model.part = fxmem.optimize(part, budget=1, optimizer=None, planner="chen")
+    model.part = fxmem.optimize(part, budget="1B", optimizer=None, planner="chen")
     with pytest.raises(fxmem.InfeasibleBudgetError) as info:
         step(model)
     model.part = fxmem.optimize(part, budget=info.value.least_bytes, optimizer=None, planner="chen")
