@@ -150,7 +150,7 @@ def floor_bytes(
     if not _is_on_cuda(profiled):
         return least.peak_bytes
     if emitted is None or emitted.point is not least:
-        emitted = _emit(profiled, context, least)
+        emitted = emit_point(profiled, context, least)
     return emitted.bound_bytes
 
 
@@ -229,7 +229,7 @@ def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | N
     most_bytes = math.inf if settings.budget_bytes is None else settings.budget_bytes
     if point.peak_bytes > most_bytes:
         return None
-    emitted = _emit(profiled, context, point)
+    emitted = emit_point(profiled, context, point)
     return emitted if emitted.bound_bytes <= most_bytes else None
 
 
@@ -251,7 +251,7 @@ def emit_within_budget(profiled: Profiled, context: CompileContext, points: tupl
     """Emit the cheapest point whose *verified* peak is within the budget. Errors: ``InfeasibleBudgetError``."""
     emitted = _emit_cheapest(profiled, context, points)
     if emitted is None:  # what comes on top of a planned peak differs from point to point: the least may fit still
-        emitted = _emit(profiled, context, least_of(points))
+        emitted = emit_point(profiled, context, least_of(points))
         budget_bytes = context.settings.budget_bytes
         assert budget_bytes is not None
         if emitted.bound_bytes > budget_bytes:
@@ -264,14 +264,15 @@ def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[Fr
     budget_bytes = context.settings.budget_bytes
     limit_bytes = points[0].peak_bytes if budget_bytes is None else budget_bytes
     while (point := cheapest_within(points, limit_bytes)) is not None:
-        emitted = _emit(profiled, context, point)
+        emitted = emit_point(profiled, context, point)
         if budget_bytes is None or emitted.bound_bytes <= budget_bytes:
             return emitted
         limit_bytes = min(point.peak_bytes - 1, budget_bytes - (emitted.bound_bytes - point.peak_bytes))
     return None
 
 
-def _emit(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> Emitted:
+def emit_point(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> Emitted:
+    """Write a plan into the graph and run its step on fakes."""
     stage("checking the plan")
     check_plan(profiled.profile, point.plan)
     timeline = simulate(profiled.profile, point.plan)

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from fxmem.capture.advice import capture_or_advise
+from fxmem.capture.advice import Part
 from fxmem.capture.dynamic_batch import largest_batch, resized, varying_dims, without_values
 from fxmem.capture.export import capture, fitting
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.capture.guards import ModelStates, arguments_of, constants_of
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
 from fxmem.ir import Plan
+from fxmem.partial import RunPart, Serve, compile_in_parts, run_part
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
@@ -61,6 +62,8 @@ class CompileCache:
         self._compiled: dict[tuple[Any, ...], list[Compiled]] = {}
         self._families: dict[tuple[Any, ...], _Family] = {}
         self._constants: set[Any] = set()
+        self._of_parts: dict[str, CompileCache] = {}
+        """By path, where the model cannot be captured whole."""
 
     @property
     def specializations(self) -> list[int]:
@@ -166,7 +169,12 @@ class CompileCache:
             elif not (captured.serves(inputs) and captured.fits(inputs)):
                 captured = None
         if captured is None:
-            captured = capture_or_advise(self._model, inputs, autocast)
+            try:
+                captured = capture(self._model, inputs, autocast)
+            except CaptureError as refused:
+                return compile_in_parts(
+                    CompileContext(self._model, inputs, self._settings, autocast), refused, self._serve_part(autocast)
+                )
         planned = family.planned if family is not None else []
         self._families[key] = _Family(captured, without_values(inputs), planned)
         try:
@@ -188,6 +196,19 @@ class CompileCache:
         if compiled.planned is not None:
             planned.append(compiled.planned)
         return compiled
+
+    def _serve_part(self, autocast: Autocast | None) -> Serve:
+        """Return what keeps the plans of a part of the model, one cache for each part."""
+
+        def serve(part: Part, settings: Settings, compiled: Compiled) -> RunPart:
+            cache = self._of_parts.get(part.path)
+            if cache is None or cache._model is not part.module:
+                cache = self._of_parts[part.path] = CompileCache(part.module, settings)
+            signature = cache._signature(part.inputs, autocast)
+            cache._compiled.setdefault(signature, []).insert(0, compiled)
+            return run_part(part.module, lambda inputs: cache.find(inputs, autocast) or cache.make(inputs, autocast))
+
+        return serve
 
     def _largest_batch(self, captured: CaptureGraph, inputs: Inputs, budget_bytes: int) -> int:
         """Return the largest size of the dynamic dimensions at which some plan fits."""

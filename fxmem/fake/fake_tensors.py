@@ -94,7 +94,7 @@ class FakeWorld:
     @contextmanager
     def state_of(self, module: torch.nn.Module) -> Iterator[None]:
         """Give ``module``, and the modules that its calls hold, fake parameters and buffers while the body runs."""
-        with self.states_of([module, *modules_held(module)]):
+        with self.states_of([module, *(held for m in module.modules() for held in modules_held(m))]):
             yield
 
     def states_held_by(self, module: torch.nn.Module) -> AbstractContextManager[None]:
@@ -104,7 +104,7 @@ class FakeWorld:
     @contextmanager
     def states_of(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Give ``modules`` fake parameters and buffers while the body runs."""
-        each = dict.fromkeys(m for module in modules for m in module.modules())
+        each = dict.fromkeys(m for module in modules for m in module.modules() if not isinstance(m, torch.jit.ScriptModule))
         registries = [r for m in each for r in (m._parameters, m._buffers)]
         saved = [dict(registry) for registry in registries]
         try:
@@ -215,4 +215,14 @@ class ScalarReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class BranchReads(TorchFunctionMode):
+    """Lets a model on fakes decide by values that only a run can tell: every condition is true."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BRANCHES and isinstance(args[0], FakeTensor):
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+_BRANCHES = {function for function, fact in by_op(ReadsScalar).items() if fact.what == "branch"}
 _ANSWERED = {function for function, fact in by_op(ReadsScalar).items() if fact.what == "number" and fact.stand_in}

@@ -102,7 +102,7 @@ class PythonState:
     def _walk_module(self, module: torch.nn.Module) -> None:
         owner = type(module).__name__
         if self._add(module, Place(owner, "")):
-            for name, value in vars(module).items():
+            for name, value in vars(module).items() if not isinstance(module, torch.jit.ScriptModule) else ():
                 if name in _REGISTRIES:
                     self._registries.append((module, name, dict(value)))
                 else:

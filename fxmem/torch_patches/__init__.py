@@ -15,6 +15,7 @@ from fxmem.torch_patches.autograd import (
 from fxmem.torch_patches.calls import (
     backward_hooks_made_by,
     batch_norms_by,
+    calls_run_by,
     calls_told_to,
     forward_hooks_exchanged,
     function_applies_by,
@@ -31,6 +32,7 @@ __all__ = [
     "as_in_training",
     "backward_hooks_made_by",
     "batch_norms_by",
+    "calls_run_by",
     "calls_told_to",
     "compiler_says_eager",
     "cuda_asked",
