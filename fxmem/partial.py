@@ -38,6 +38,8 @@ from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import calls_run_by
 
+TO_THE_CALL = 11
+"""Frames from the warning to the line that calls the model, as in :mod:`fxmem.api.compile_cache`."""
 RunPart = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Serve = Callable[[Part, Settings, Compiled], RunPart]
 """Return what runs a part in training: the compiled one, and others for calls that it does not serve."""
@@ -99,6 +101,8 @@ class _Search:
     context: CompileContext
     parts: tuple[_PlannedPart, ...]
     on_cuda: bool
+    answer: bool
+    """What conditions are taken to be that only a run can tell."""
 
     def emitted_at(self, price: float) -> list[Emitted]:
         return [emit_point(p.profiled, p.context, p.at(price)) for p in self.parts]
@@ -107,7 +111,7 @@ class _Search:
         """Return the step of the whole; of the model as it is, where nothing is ``emitted``."""
         context = self.context
         runs = [(p.part.module, p.profiled.captured, e.graph_module) for p, e in zip(self.parts, emitted, strict=False)]
-        return step_in_parts(context.model, runs, context.inputs, context.settings.step, context.autocast)
+        return step_in_parts(context.model, runs, context.inputs, context.settings.step, context.autocast, self.answer)
 
     def bound_of(self, ran: FakeStep) -> int:
         """Return what a budget bounds of a step."""
@@ -141,33 +145,28 @@ class _Search:
 def compile_in_parts(context: CompileContext, refused: CaptureError, serve: Serve) -> Compiled:
     """Return ``context``'s model, of which the whole was ``refused``, with its largest parts planned under one budget.
 
-    Errors: ``refused``, where no part can be captured and spares memory, or the model does not run on fakes to its end, so that nothing bounds
-    its step; ``InfeasibleBudgetError``.
+    Errors: ``refused``, where no part can be captured and spares memory, or the model does not run on fakes to its end, so
+    that nothing bounds its step; ``InfeasibleBudgetError``.
     """
     start = time.perf_counter()
     strided = all(tensor.layout is torch.strided for tensor in context.inputs.tensors)
-    found, to_the_end = capturable_parts(context.model, context.inputs, context.autocast) if strided else ((), False)
+    found, answer = capturable_parts(context.model, context.inputs, context.autocast) if strided else ((), None)
     if not found:
         raise refused
-    if not to_the_end:
+    if answer is None:
         raise CaptureError(f"{refused} {_advice(context.model, found)}") from refused
     parts = tuple(planned for part in found if len((planned := _planned(part, context)).points) > 1)
     if not parts:  # nothing in them can be dropped
         raise refused
     on_cuda = any(p.is_cuda for p in context.model.parameters())
-    search = _Search(context, parts, on_cuda)
+    search = _Search(context, parts, on_cuda, answer)
     eager = search.step_of(())
     if context.settings.budget_share is not None:
         context = context.with_settings(budget_bytes=int(context.settings.budget_share * search.bound_of(eager)))
         search.context = context
     emitted, ran = search.cheapest_within(context.settings.budget_bytes)
-    share = num_elements(*(p.part.module for p in parts)) / num_elements(context.model)
-    said = (
-        f"{type(context.model).__name__} is not captured as a whole but in {len(parts)} parts with {share:.0%} of its "
-        f"parameters ({', '.join(p.part.path for p in parts[:6])}{', ...' if len(parts) > 6 else ''}), under one budget; the "
-        f"rest runs as it is. Why: {refused}"
-    )
-    warnings.warn(said, stacklevel=2)
+    said = _said(context.model, parts, refused)
+    warnings.warn(said, stacklevel=TO_THE_CALL)
     runs, reports = [], []
     whole = fx.GraphModule(torch.nn.Module(), fx.Graph())
     for planned, chosen in zip(parts, emitted, strict=True):
@@ -177,17 +176,30 @@ def compile_in_parts(context: CompileContext, refused: CaptureError, serve: Serv
         runs.append((planned.part.module, serve(planned.part, settings, compiled)))
         reports.append(report)
         whole.add_module(planned.part.path.replace(".", "_"), chosen.graph_module)
-    graph = PartsGraph(
-        context.model, context.inputs.spec, tuple(runs), context.autocast, tuple(context.model.parameters())
-    )
-    seconds = time.perf_counter() - start
-    report = _report(search, reports, ran, eager, said, seconds)
+    parameters = tuple(context.model.parameters())
+    graph = PartsGraph(context.model, context.inputs.spec, tuple(runs), context.autocast, parameters)
+    report = _report(search, reports, ran, eager, said, time.perf_counter() - start)
     return Compiled(whole, cast(CaptureGraph, graph), emitted[0].point.plan, report)
+
+
+def _said(model: torch.nn.Module, parts: Sequence[_PlannedPart], refused: CaptureError) -> str:
+    share = num_elements(*(p.part.module for p in parts)) / num_elements(model)
+    paths = [p.part.path for p in parts]
+    named = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
+    return (
+        f"{type(model).__name__} is planned in parts, not as a whole: {len(parts)} with {share:.0%} of its parameters "
+        f"({named}), under one budget for all of the step; the rest runs as it is. Why: {str(refused).partition('. ')[0]}."
+    )
 
 
 def _planned(part: Part, context: CompileContext) -> _PlannedPart:
     own = replace(
-        context, model=part.module, inputs=part.inputs, base=None, _profiles={}, settings=replace(context.settings, step=BARE)
+        context,
+        model=part.module,
+        inputs=part.inputs,
+        base=None,
+        _profiles={},
+        settings=replace(context.settings, step=BARE),
     ).with_settings(budget_bytes=None, budget_share=None)
     profiled = profile_for_short_memory(part.captured, own)
     return _PlannedPart(part, own, profiled, frontier_of(profiled.profile, own.settings))
@@ -249,8 +261,8 @@ def _advice(model: torch.nn.Module, found: Sequence[Part]) -> str:
     share = num_elements(*(part.module for part in found)) / num_elements(model)
     paths = ", ".join(part.path for part in found[:3])
     return (
-        f"Its parts {paths} can be captured ({share:.0%} of its parameters), but as what a tensor's shape is depends on values "
-        "too, nothing bounds the step as a whole: optimize them one by one with fxmem.optimize; each budget then bounds a "
+        f"Its parts {paths} can be captured ({share:.0%} of its parameters), but it does not run on fakes to its end: "
+        "nothing bounds the step as a whole: optimize them one by one with fxmem.optimize; each budget then bounds a "
         "step of that part alone."
     )
 

@@ -82,7 +82,7 @@ SEEDING = [_reseeds, _reseeds_and_puts_back, _seeds_anew, _reseeds_its_own, _mak
 @pytest.mark.parametrize("noise", SEEDING, ids=lambda noise: noise.__name__)
 def test_a_forward_that_seeds_a_generator_is_refused_whatever_the_call_is_named(noise: Any) -> None:
     model = Noisy(noise)
-    with pytest.raises(fxmem.CaptureError, match="manual_seed or set_state of a torch.Generator"):
+    with pytest.raises(fxmem.CaptureError, match=r"manual_seed or set_state of a torch\.Generator"):
         fxmem.estimate(model, torch.randn(4, 4))
 
 
@@ -157,7 +157,9 @@ class Replacing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "new", [lambda book, y: book * 0.9 + y.detach().mean(0), lambda book, y: torch.zeros(64, 16)], ids=["from it", "anew"]
+    "new",
+    [lambda book, y: book * 0.9 + y.detach().mean(0), lambda book, y: torch.zeros(64, 16)],
+    ids=["from it", "anew"],
 )
 def test_a_buffer_that_forward_replaces_is_let_go(new: Any) -> None:
     model, x = Replacing(new), torch.randn(64, 16)
@@ -177,7 +179,7 @@ def test_track_around_a_call_that_plans_measures_the_step_alone() -> None:
         assert isinstance(memory.peak_bytes, int)
         return memory.peak_bytes
 
-    optimized = fxmem.optimize(model, budget="70%", optimizer=None, planner="chen")
+    optimized = fxmem.optimize(model, budget="85%", optimizer=None, planner="chen")
     assert step(optimized) == step(optimized)
 
 
@@ -204,9 +206,11 @@ def test_what_the_model_itself_warns_of_is_heard_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(2, 4))], ids=["script", "trace"])
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(2, 4))], ids=["script", "trace"]
+)
 def test_a_submodule_of_torchscript_is_named(make: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), make(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
     for entry_point in (fxmem.estimate, fxmem.frontier):
-        with pytest.raises(fxmem.CaptureError, match="holds the torch.jit.ScriptModule '1'"):
+        with pytest.raises(fxmem.CaptureError, match=r"holds the torch\.jit\.ScriptModule '1'"):
             entry_point(model, torch.randn(8, 4))

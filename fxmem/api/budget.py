@@ -124,11 +124,15 @@ def parse_bytes(budget: float | str) -> int:
     Errors: ``BudgetError``, also for a bare number that no model fits: gigabytes are meant.
     """
     if isinstance(budget, int | float) and not isinstance(budget, bool) and 0 < budget < LEAST_BARE_BYTES:
-        raise BudgetError(f"budget={budget} is {budget} bytes; did you mean budget_gb={budget}? (As a text: \"{budget}GB\".)")
+        raise BudgetError(
+            f'budget={budget} is {budget} bytes; did you mean budget_gb={budget}? (As a text: "{budget}GB".)'
+        )
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b?)\s*", budget.lower())
         if _parse_share(budget) is not None:
-            raise BudgetError(f"budget {budget!r} is a share of eager's peak, which only fxmem.optimize takes; write a size")
+            raise BudgetError(
+                f"budget {budget!r} is a share of eager's peak, which only fxmem.optimize takes; write a size"
+            )
         if match is None or match[2] not in _UNITS:
             raise BudgetError(f'budget {budget!r} is not a size; write bytes or, say, "24GiB" or "800MB"')
         nbytes = int(float(match[1]) * _UNITS[match[2]])

@@ -1,7 +1,7 @@
 """Which parts of a model can be captured where the whole cannot.
 
-The model is run once on fakes, on which every number reads as 1 and every condition as true, so that it takes one of its
-ways; the calls of its submodules are noted. From the largest part down, each that was called is captured by itself.
+The model is run on fakes, on which every number reads as 1 and every condition as false, or else as true, so that it
+takes one of its ways; the calls of its submodules are noted. From the largest part down, each that was called is captured by itself.
 """
 
 from __future__ import annotations
@@ -42,14 +42,19 @@ class Part:
 
 def capturable_parts(
     model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None = None
-) -> tuple[tuple[Part, ...], bool]:
+) -> tuple[tuple[Part, ...], bool | None]:
     """Return the largest submodules that can be captured by themselves, none inside another, in the order of their size;
-    with it, whether the model ran on fakes to its end."""
+    with it, what conditions are to be for the model to run on fakes to its end, or None if it does not."""
     deadline = time.monotonic() + SEARCH_SECONDS
-    world = FakeWorld(inputs.leaves)
     found: list[Part] = []
-    with quiet(), tensors_restored(model), world.state_of(model):
-        calls, to_the_end = _calls(model, world, inputs, autocast)
+    calls: dict[str, Inputs] = {}
+    for answer in (False, True):
+        world = FakeWorld(inputs.leaves)
+        with quiet(), tensors_restored(model), world.state_of(model):
+            seen, to_the_end = _calls(model, world, inputs, autocast, answer)
+        calls = seen if to_the_end else seen | calls
+        if to_the_end:
+            break
     candidates = list(model.named_children())
     while candidates and len(found) < MOST_PARTS and time.monotonic() < deadline:
         path, part = max(candidates, key=lambda candidate: num_elements(candidate[1]))
@@ -62,11 +67,11 @@ def capturable_parts(
             found.append(Part(path, part, calls[path], captured))
         else:
             candidates += [(f"{path}.{name}", child) for name, child in part.named_children()]
-    return tuple(found), to_the_end
+    return tuple(found), answer if to_the_end else None
 
 
 def _calls(
-    model: torch.nn.Module, world: FakeWorld, inputs: Inputs, autocast: Autocast | None
+    model: torch.nn.Module, world: FakeWorld, inputs: Inputs, autocast: Autocast | None, answer: bool
 ) -> tuple[dict[str, Inputs], bool]:
     """Return the arguments of the first call of each submodule, as far as a run on fakes comes, and whether that is the
     end."""
@@ -92,7 +97,7 @@ def _calls(
             stack.callback(hook.remove)
         stack.enter_context(world.active(model))
         stack.enter_context(ScalarReads())
-        stack.enter_context(BranchReads())
+        stack.enter_context(BranchReads(answer))
         stack.enter_context(autocast.enter() if autocast else nullcontext())
         stack.enter_context(suppress(Exception, TooManyLooks))  # what cannot run on fakes either ends the search there
         stack.enter_context(FewLooks(MOST_LOOKS))

@@ -36,7 +36,7 @@ from fxmem.op_facts.lookup import by_op
 from fxmem.progress import stage
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.scoped_ops import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
-from fxmem.torch_patches import compiler_says_eager, grouped_matmuls, no_value_checks, quiet, regions_left
+from fxmem.torch_patches import compiler_says_eager, ctc_losses, grouped_matmuls, no_value_checks, quiet, regions_left
 from fxmem.torch_private import OF_FAKES, TreeSpec, tree_leaves
 
 _OFFSETS = by_op(TakesStorageOffset)
@@ -93,7 +93,7 @@ def _captured(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
             ) from own
         place = raised_in(error, model.named_modules())
         raise CaptureError(
-            f"{type(model).__name__} could not be captured by torch.export{place}: {_cause(error)}"
+            f"{type(model).__name__} could not be captured by torch.export{place}: {_cause(error, model)}"
         ) from error
     graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
@@ -194,6 +194,7 @@ def _exported(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
             region,
             no_value_checks(),
             grouped_matmuls(),
+            ctc_losses(),
             scope,
             outputs_looked_into(model),
             DataRead(),
@@ -349,14 +350,19 @@ def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> A
     raise CaptureError(f"the captured graph reads {target}, which {type(model).__name__} does not have")
 
 
-def _cause(error: Exception) -> str:
+def _drops_layers(model: torch.nn.Module) -> bool:
+    """True if some module, or its config, has a chance of skipping layers (LayerDrop)."""
+    holders = [held for m in model.modules() for held in (m, getattr(m, "config", None)) if hasattr(held, "__dict__")]
+    return any("layerdrop" in name.replace("_", "") and value for held in holders for name, value in vars(held).items())
+
+
+def _cause(error: Exception, model: torch.nn.Module) -> str:
     """Return why torch.export failed, and what to do."""
     remedy = "move that part out of the model or optimize the parts around it."
     if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in chain_of(error)):
-        return (
-            "its control flow depends on the values in tensors, which only a run can tell. Where it skips a layer by "
-            f"chance (LayerDrop), set that chance to 0; else {remedy}"
-        )
+        if _drops_layers(model):
+            remedy = f"set the chance of skipping a layer (LayerDrop) to 0; else {remedy}"
+        return f"its control flow depends on the values in tensors, which only a run can tell: {remedy}"
     if "fake tensor in the exported program constant" in str(error):
         return (
             "it computes with a tensor that a graph cannot follow: one that torch.autograd.grad returns inside forward, or "

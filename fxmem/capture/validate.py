@@ -115,8 +115,8 @@ def _check_autograd(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
 
 
 _KNOWN_LOSSES = {
-    "DifferentiableGraph": "A function of torch.jit.script or torch.jit.trace is differentiated by TorchScript's own rules: "
-    "call the Python function that it was made from.",
+    "DifferentiableGraph": "A function of torch.jit.script or torch.jit.trace is differentiated by TorchScript's own "
+    "rules: call the Python function that it was made from.",
     "CheckpointFunction": "Reentrant torch.utils.checkpoint does not go into a graph: switch it off "
     "(use_reentrant=False, or gradient_checkpointing_disable()); fxmem recomputes by its own plan.",
     "AccumulateGrad": "A parameter or a tensor that it makes require grad inside forward would get no gradient.",
@@ -261,8 +261,8 @@ _REMEDIES = {
     "torch.manual_seed": _SEEDING,
     "torch.set_rng_state": _SEEDING,
     "torch.random.fork_rng": _SEEDING,
-    "manual_seed or set_state of a torch.Generator": "Make and seed generators outside the model's forward; keep numbers that "
-    "are to be the same in each call in a buffer.",
+    "manual_seed or set_state of a torch.Generator": "Make and seed generators outside the model's forward; keep numbers "
+    "that are to be the same in each call in a buffer.",
     "torch.inference_mode": "Use torch.no_grad.",
     "torch.clear_autocast_cache": _CASTING,
     "torch.set_autocast_cache_enabled": _CASTING,

@@ -19,7 +19,7 @@ from fxmem.fake.python_state import PythonState, modules_held
 from fxmem.fake.stand_in import stand_in, stands_for
 from fxmem.op_facts.kinds import ReadsScalar
 from fxmem.op_facts.lookup import by_op
-from fxmem.torch_patches import fakes_for_each, grouped_matmuls, no_value_checks
+from fxmem.torch_patches import ctc_losses, fakes_for_each, grouped_matmuls, no_value_checks
 from fxmem.torch_private import FakeTensor, FakeTensorMode, storage_key, tree_map_only
 
 
@@ -104,7 +104,9 @@ class FakeWorld:
     @contextmanager
     def states_of(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Give ``modules`` fake parameters and buffers while the body runs."""
-        each = dict.fromkeys(m for module in modules for m in module.modules() if not isinstance(m, torch.jit.ScriptModule))
+        each = dict.fromkeys(
+            m for module in modules for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)
+        )
         registries = [r for m in each for r in (m._parameters, m._buffers)]
         saved = [dict(registry) for registry in registries]
         try:
@@ -139,6 +141,7 @@ class FakeWorld:
             stack.enter_context(MetaFixups())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())
             stack.enter_context(grouped_matmuls())
+            stack.enter_context(ctc_losses())
             stack.enter_context(fakes_for_each())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
@@ -216,11 +219,15 @@ class ScalarReads(TorchFunctionMode):
 
 
 class BranchReads(TorchFunctionMode):
-    """Lets a model on fakes decide by values that only a run can tell: every condition is true."""
+    """Lets a model on fakes decide by values that only a run can tell: every condition has one answer."""
+
+    def __init__(self, answer: bool) -> None:
+        super().__init__()
+        self._answer = answer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _BRANCHES and isinstance(args[0], FakeTensor):
-            return True
+            return self._answer
         return func(*args, **(kwargs or {}))
 
 

@@ -91,5 +91,5 @@ def _is_marked(generator: torch.Generator) -> bool:
 
 
 def _same(state: torch.Tensor, other: torch.Tensor) -> bool:
-    with without_modes(), DisableTorchFunction():  # type: ignore[no-untyped-call]
+    with without_modes(), DisableTorchFunction():
         return torch.equal(state, other)

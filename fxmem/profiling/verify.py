@@ -80,16 +80,17 @@ def step_in_parts(
     inputs: Inputs,
     step: TrainingStep,
     autocast: Autocast | None,
+    answer: bool,
 ) -> FakeStep:
     """Return what a training step of ``model`` takes whose ``parts`` run the graphs emitted for them, and all else as it
-    is. Where the model looks at values it takes one of its ways: numbers read as 1, conditions as true."""
+    is. Where the model looks at values it takes one of its ways: numbers read as 1, conditions as ``answer``."""
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
         with ExitStack() as stack:
             for part, captured, emitted in parts:
                 stack.enter_context(calls_run_by(part, partial(_run_emitted, part, captured, emitted)))
-            for mode in (seeing_values(inputs.leaves, leaves), BranchReads(), WrittenViews()):
+            for mode in (seeing_values(inputs.leaves, leaves), BranchReads(answer), WrittenViews()):
                 stack.enter_context(mode)
             return model(*args, **kwargs)
 
@@ -100,7 +101,11 @@ def step_in_parts(
 
 
 def _run_emitted(
-    part: torch.nn.Module, captured: CaptureGraph, emitted: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    part: torch.nn.Module,
+    captured: CaptureGraph,
+    emitted: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     return captured.call(emitted, Inputs.of(args, kwargs, part).leaves)
 

@@ -57,7 +57,9 @@ def _covers_its_base(tensor: torch.Tensor) -> bool:
 def _copy_in_backward(view: torch.Tensor) -> None:
     base = view._base
     assert base is not None
-    length = 1 + sum((n - 1) * stride for n, stride in zip(base.shape, base.stride(), strict=True)) if base.numel() else 0
+    length = (
+        1 + sum((n - 1) * stride for n, stride in zip(base.shape, base.stride(), strict=True)) if base.numel() else 0
+    )
     shape, strides, offset = view.shape, view.stride(), int(view.storage_offset() - base.storage_offset())
 
     def copied(gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -98,7 +98,7 @@ def forward_hooks_exchanged(model: torch.nn.Module, instead: Instead) -> Iterato
 @patch
 @contextmanager
 def calls_run_by(module: torch.nn.Module, instead: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Call ``instead(args, kwargs)`` for each call of ``module``, its hooks included; a call from there is the module's own.
+    """Call ``instead(args, kwargs)`` for each call of ``module``, hooks included; a call from there is the module's own.
 
     A hook could not give a result in place of the forward's. torch 2.11 to 2.15, where ``nn.Module.__call__`` asks the
     module for ``_call_impl``.

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.export._trace
@@ -96,7 +96,8 @@ def quiet() -> Iterator[None]:
     assigns to attributes, as every LSTM does; fakes log why an op failed. What the model itself warns of is heard.
     torch 2.11 to 2.15.
     """
-    logs = [log for name, log in logging.root.manager.loggerDict.items() if _is_torchs(name, log)]
+    known = logging.root.manager.loggerDict.items()
+    logs = [log for name, log in known if _is_of_torch(name) and isinstance(log, logging.Logger)]
     levels = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.CRITICAL)
@@ -106,10 +107,6 @@ def quiet() -> Iterator[None]:
     finally:
         for log, level in zip(logs, levels, strict=True):
             log.setLevel(level)
-
-
-def _is_torchs(name: str, log: object) -> TypeGuard[logging.Logger]:
-    return _is_of_torch(name) and isinstance(log, logging.Logger)
 
 
 def _is_of_torch(name: str) -> bool:

@@ -35,6 +35,33 @@ def grouped_matmuls() -> Iterator[None]:
 
 @patch
 @contextmanager
+def ctc_losses() -> Iterator[None]:
+    """Give the CTC loss a fake, which it lacks.
+
+    The table that it saves is as wide as the longest target. Where lengths are tensors that is taken to be the width of
+    the targets, of targets in one row their number: an upper bound. torch 2.11 to 2.15.
+    """
+
+    def forward(log_probs: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *__: Any, **___: Any) -> Any:
+        num_steps, num_sequences = log_probs.shape[:2]
+        most = targets.shape[-1] if isinstance(lengths, torch.Tensor) else max(lengths)
+        return log_probs.new_empty(num_sequences), log_probs.new_empty((num_sequences, num_steps, 2 * most + 1))
+
+    def backward(grad: torch.Tensor, log_probs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, kernel in (("_ctc_loss", forward), ("_ctc_loss_backward", backward)):
+            for overload in ("", ".Tensor"):
+                library.impl(f"{name}{overload}", kernel, "Meta")
+        yield
+    finally:
+        library._destroy()
+
+
+@patch
+@contextmanager
 def no_value_checks() -> Iterator[None]:
     """Switch off those checks in ``torch.distributions`` that look at values: on fakes there are none.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def test_a_slip_in_a_budget_is_named_at_once(wanted: dict[str, Any], message: st
 
 @pytest.mark.parametrize(("given", "meant"), [(8, "budget_gb=8"), (0.5, "budget_gb=0.5"), ("8GB", "budget='8GB'")])
 def test_a_budget_in_the_place_of_an_example_is_told_so(given: Any, meant: str) -> None:
-    with pytest.raises(fxmem.InputError, match=rf"did you mean fxmem.optimize\(model, {meant}\)\?"):
+    with pytest.raises(fxmem.InputError, match=rf"did you mean fxmem\.optimize\(model, {meant}\)\?"):
         fxmem.optimize(net(), given)
 
 
@@ -54,7 +55,7 @@ def test_a_share_of_eagers_peak_is_of_each_kind_of_call_its_own() -> None:
         assert report.predicted_peak_bytes <= report.budget_bytes
     with pytest.raises(fxmem.InfeasibleBudgetError, match="below the least reachable peak"):
         fxmem.optimize(net(), batch(), budget="1%", optimizer=None, planner="chen")
-    with pytest.raises(fxmem.BudgetError, match="only fxmem.optimize takes"):
+    with pytest.raises(fxmem.BudgetError, match=r"only fxmem\.optimize takes"):
         fxmem.estimate(net(), batch(), optimizer=None, planner="chen").fits("50%")
 
 
@@ -67,16 +68,16 @@ def test_an_optimizer_may_be_made_by_a_function_of_the_parameters() -> None:
     made = fxmem.estimate(model, x, optimizer=momentum, planner="chen")
     assert made.peak_bytes == fxmem.estimate(model, x, optimizer=instance, planner="chen").peak_bytes
     assert made.peak_bytes > fxmem.estimate(model, x, optimizer="sgd", planner="chen").peak_bytes
-    with pytest.raises(fxmem.InputError, match="one of the parameters that it is called with"):
+    with pytest.raises(fxmem.InputError, match="one of the parameters that it"):
         fxmem.estimate(model, x, optimizer=lambda _: instance)
-    with pytest.raises(fxmem.InputError, match="must make a torch.optim.Optimizer, not 3"):
+    with pytest.raises(fxmem.InputError, match=r"must make a torch\.optim\.Optimizer, not 3"):
         fxmem.estimate(model, x, optimizer=lambda _: 3)  # type: ignore[arg-type,return-value]
 
 
 def test_what_is_printed_is_short_and_in_units() -> None:
     model, x = net(), batch()
     estimate = fxmem.estimate(model, x, optimizer=None, planner="chen")
-    assert repr(estimate).startswith("Estimate(peak 0.") and "MB" in repr(estimate)
+    assert re.fullmatch(r"Estimate\(peak 0\.\d+ MB, least reachable 0\.\d+ MB\)", repr(estimate))
     optimized = fxmem.optimize(model, x, budget="0.3MB", optimizer=None, planner="chen")
     assert "budget 0.3 MB" in repr(optimized)
     assert repr(optimized.fxmem.report).startswith("Report(budget 0.3 MB, peak 0.")
@@ -84,4 +85,4 @@ def test_what_is_printed_is_short_and_in_units() -> None:
     assert repr(fxmem.frontier(model, x, optimizer=None, planner="chen")).startswith("(BudgetPoint(0.")
     with fxmem.track(model, x) as memory:
         pass
-    assert repr(memory) == "Measurement(peak 0.03789 MB, 0.03789 MB at the start)"
+    assert repr(memory) == "Measurement(peak 38.14 kB, 38.14 kB at the start)"
