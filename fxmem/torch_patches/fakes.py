@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import _meta_registrations
+from torch._subclasses import fake_impls
 
 from fxmem.torch_patches.replacing import patch, replaced
 
@@ -42,22 +43,23 @@ def ctc_losses() -> Iterator[None]:
     the targets, of targets in one row their number: an upper bound. torch 2.11 to 2.15.
     """
 
-    def forward(log_probs: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *__: Any, **___: Any) -> Any:
+    def forward(_mode: Any, _op: Any, log_probs: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *__: Any, **___: Any) -> Any:
         num_steps, num_sequences = log_probs.shape[:2]
         most = targets.shape[-1] if isinstance(lengths, torch.Tensor) else max(lengths)
         return log_probs.new_empty(num_sequences), log_probs.new_empty((num_sequences, num_steps, 2 * most + 1))
 
-    def backward(grad: torch.Tensor, log_probs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def backward(_mode: Any, _op: Any, grad: torch.Tensor, log_probs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
-    library = torch.library.Library("aten", "IMPL")
+    aten: Any = torch.ops.aten
+    both = ((aten._ctc_loss, forward), (aten._ctc_loss_backward, backward))
+    fakes = {op: kernel for packet, kernel in both for op in (packet.default, packet.Tensor)}
+    fake_impls.op_implementations_dict.update(fakes)
     try:
-        for name, kernel in (("_ctc_loss", forward), ("_ctc_loss_backward", backward)):
-            for overload in ("", ".Tensor"):
-                library.impl(f"{name}{overload}", kernel, "Meta")
         yield
     finally:
-        library._destroy()
+        for op in fakes:
+            fake_impls.op_implementations_dict.pop(op, None)
 
 
 @patch
