@@ -6,12 +6,14 @@ optimizer included: that step is run on fakes for each plan that is tried. Where
 along one of its ways.
 
 The parts' plans are chosen by one price of a byte: at price L each part takes the point of its frontier that is cheapest
-in seconds + L * bytes. The least price whose step fits is searched for by bisection over all prices at which some part
-changes its plan. Not modelled: that what counts of a part is what it holds at the peak of the whole.
+in seconds + L * weight. The weight is the point's peak, and what it keeps as often as other calls of parts wait for their
+backward meanwhile. The least price whose step fits is searched for by bisection over all prices at which some part changes
+its plan.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +32,7 @@ from fxmem.errors import CaptureError, InfeasibleBudgetError
 from fxmem.ir import FrontierPoint, StaticBytes
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, Emitted, bound_bytes, emit_point, frontier_of, profile_for_short_memory
+from fxmem.planners.simulate import drop_all, simulate
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.training_step import BARE
 from fxmem.profiling.verify import FakeStep, step_in_parts
@@ -82,16 +85,20 @@ class _PlannedPart:
     profiled: Profiled
     points: tuple[FrontierPoint, ...]
 
-    def at(self, price: float) -> FrontierPoint:
-        """Return the cheapest point where a byte costs ``price`` seconds."""
-        return min(self.points, key=lambda point: point.recompute_seconds + price * point.peak_bytes)
+    def weight(self, point: FrontierPoint, num_others: int) -> int:
+        """Return what ``point`` weighs beside ``num_others`` other calls of parts, in bytes."""
+        dropped = set(point.plan.dropped)
+        kept_bytes = sum(s.nbytes for s in self.profiled.profile.storages if s.num_saves and s.index not in dropped)
+        return point.peak_bytes + num_others * kept_bytes
 
-    def prices(self) -> Iterator[float]:
-        """Yield prices beyond which another point is the cheapest."""
-        for one, other in pairwise(sorted(self.points, key=lambda point: -point.peak_bytes)):
-            spared = one.peak_bytes - other.peak_bytes
-            if spared > 0:
-                yield (other.recompute_seconds - one.recompute_seconds) / spared
+    def choices(self, num_others: int) -> list[tuple[int, FrontierPoint]]:
+        """Return points with falling weights and rising times."""
+        choices: list[tuple[int, FrontierPoint]] = []
+        weighed = [(self.weight(point, num_others), point) for point in self.points]
+        for weight, point in sorted(weighed, key=lambda choice: (choice[1].recompute_seconds, choice[0])):
+            if not choices or weight < choices[-1][0]:
+                choices.append((weight, point))
+        return choices
 
 
 @dataclass(slots=True)
@@ -104,8 +111,26 @@ class _Search:
     answer: bool
     """What conditions are taken to be that only a run can tell."""
 
+    def choices(self) -> list[list[tuple[int, FrontierPoint]]]:
+        """Return each part's points to choose from, with their weights."""
+        num_calls = sum(p.part.num_calls for p in self.parts)
+        return [p.choices(num_calls - 1) for p in self.parts]
+
+    def prices(self) -> list[float]:
+        """Return prices of a byte, rising, between which no part changes its plan."""
+        steps = [pair for choices in self.choices() for pair in pairwise(choices)]
+        spared = {(b.recompute_seconds - a.recompute_seconds) / (heavy - light) for (heavy, a), (light, b) in steps}
+        return [0.0, *sorted(1.001 * price for price in spared), math.inf]
+
     def emitted_at(self, price: float) -> list[Emitted]:
-        return [emit_point(p.profiled, p.context, p.at(price)) for p in self.parts]
+        """Return the parts with the plans that are cheapest where a byte costs ``price`` seconds."""
+
+        def cost(choice: tuple[int, FrontierPoint]) -> float:
+            weight, point = choice
+            return weight if price == math.inf else point.recompute_seconds + price * weight
+
+        chosen = [min(choices, key=cost)[1] for choices in self.choices()]
+        return [emit_point(p.profiled, p.context, point) for p, point in zip(self.parts, chosen, strict=True)]
 
     def step_of(self, emitted: Sequence[Emitted]) -> FakeStep:
         """Return the step of the whole; of the model as it is, where nothing is ``emitted``."""
@@ -119,7 +144,7 @@ class _Search:
 
     def cheapest_within(self, budget_bytes: int | None) -> tuple[list[Emitted], FakeStep]:
         """Return the parts at the least price whose step fits. Errors: ``InfeasibleBudgetError``."""
-        prices = [0.0, *sorted({1.001 * price for part in self.parts for price in part.prices() if price > 0})]
+        prices = self.prices()
         tried: dict[int, tuple[list[Emitted], FakeStep]] = {}
 
         def fits(place: int) -> bool:
@@ -155,7 +180,7 @@ def compile_in_parts(context: CompileContext, refused: CaptureError, serve: Serv
         raise refused
     if answer is None:
         raise CaptureError(f"{refused} {_advice(context.model, found)}") from refused
-    parts = tuple(planned for part in found if len((planned := _planned(part, context)).points) > 1)
+    parts = tuple(planned for part in found if len((planned := _planned(part, context)).choices(1)) > 1)
     if not parts:  # nothing in them can be dropped
         raise refused
     on_cuda = any(p.is_cuda for p in context.model.parameters())
@@ -188,7 +213,7 @@ def _said(model: torch.nn.Module, parts: Sequence[_PlannedPart], refused: Captur
     named = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
     return (
         f"{type(model).__name__} is planned in parts, not as a whole: {len(parts)} with {share:.0%} of its parameters "
-        f"({named}), under one budget for all of the step; the rest runs as it is. Why: {str(refused).partition('. ')[0]}."
+        f"({named}), under one budget for all of the step; the rest runs as it is. Why: {str(refused).partition('. ')[0].rstrip('.')}."
     )
 
 
@@ -202,7 +227,10 @@ def _planned(part: Part, context: CompileContext) -> _PlannedPart:
         settings=replace(context.settings, step=BARE),
     ).with_settings(budget_bytes=None, budget_share=None)
     profiled = profile_for_short_memory(part.captured, own)
-    return _PlannedPart(part, own, profiled, frontier_of(profiled.profile, own.settings))
+    plan, profile = drop_all(profiled.profile), profiled.profile
+    timeline = simulate(profile, plan)
+    least_kept = FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds)
+    return _PlannedPart(part, own, profiled, (*frontier_of(profile, own.settings), least_kept))
 
 
 def _report_of_part(planned: _PlannedPart, chosen: Emitted) -> Report:
@@ -226,7 +254,7 @@ def _report(
 ) -> Report:
     """Return the report of the whole: its own peaks; times and rows of all parts; timelines of the largest part."""
     model, inputs = search.context.model, search.context.inputs
-    least = search.step_of(search.emitted_at(max((0.0, *(1.001 * p for part in search.parts for p in part.prices())))))
+    least = search.step_of(search.emitted_at(math.inf))
     step_seconds = sum(p.profiled.profile.step_seconds for p in search.parts)
     overhead_seconds = sum(report.overhead_seconds for report in reports)
     rows = [

@@ -1,7 +1,8 @@
 """Which parts of a model can be captured where the whole cannot.
 
 The model is run on fakes, on which every number reads as 1 and every condition as false, or else as true, so that it
-takes one of its ways; the calls of its submodules are noted. From the largest part down, each that was called is captured by itself.
+takes one of its ways; the calls of its submodules are noted. From the largest part down, each that was called is captured
+by itself.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Part:
     inputs: Inputs
     """Zeros like the arguments of its first call."""
     captured: CaptureGraph
+    num_calls: int
+    """In one forward of the model."""
 
 
 def capturable_parts(
@@ -47,7 +50,7 @@ def capturable_parts(
     with it, what conditions are to be for the model to run on fakes to its end, or None if it does not."""
     deadline = time.monotonic() + SEARCH_SECONDS
     found: list[Part] = []
-    calls: dict[str, Inputs] = {}
+    calls: dict[str, list[Inputs]] = {}
     for answer in (False, True):
         world = FakeWorld(inputs.leaves)
         with quiet(), tensors_restored(model), world.state_of(model):
@@ -62,9 +65,9 @@ def capturable_parts(
         modules = [other.module for other in found]
         if num_elements(part, *modules) == num_elements(*modules):
             continue  # another name for what is there, or for a part of it
-        captured = _captured(part, calls[path], autocast) if path in calls else None
+        captured = _captured(part, calls[path][0], autocast) if path in calls else None
         if captured is not None:
-            found.append(Part(path, part, calls[path], captured))
+            found.append(Part(path, part, calls[path][0], captured, len(calls[path])))
         else:
             candidates += [(f"{path}.{name}", child) for name, child in part.named_children()]
     return tuple(found), answer if to_the_end else None
@@ -72,18 +75,17 @@ def capturable_parts(
 
 def _calls(
     model: torch.nn.Module, world: FakeWorld, inputs: Inputs, autocast: Autocast | None, answer: bool
-) -> tuple[dict[str, Inputs], bool]:
-    """Return the arguments of the first call of each submodule, as far as a run on fakes comes, and whether that is the
-    end."""
-    calls: dict[str, Inputs] = {}
+) -> tuple[dict[str, list[Inputs]], bool]:
+    """Return the arguments of the calls of each submodule, as far as a run on fakes comes, and whether that is the end."""
+    calls: dict[str, list[Inputs]] = {}
     to_the_end = False
 
     def noting(path: str) -> Any:
         def note(part: torch.nn.Module, args: Any, kwargs: Any) -> None:
             with suppress(FxMemError):
                 given = Inputs.of(args, kwargs, part)
-                if path not in calls:
-                    calls[path] = Inputs(tuple(map(_zeros_like, given.leaves)), given.spec)
+                known = calls.setdefault(path, [])
+                known.append(known[0] if known else Inputs(tuple(map(_zeros_like, given.leaves)), given.spec))
 
         return note
 

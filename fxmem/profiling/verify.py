@@ -186,8 +186,11 @@ def _fake_step(
         tracker.hold(tensors_of([scaler]))
         log.step_starts()
         with world.state_of(subject.module), tracker, ScalarReads():
-            del state  # a buffer that the forward replaces goes
-            world.forget(buffers)
+            if subject.owner in list(
+                subject.module.modules()
+            ):  # which hold what is there: a buffer that is replaced goes
+                state.clear()
+                world.forget(buffers)
             run_step(lambda: subject.forward(leaves), step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
     libraries_bytes = memory.workspaces(len(tracker.library_threads))
     return FakeStep(tracker.peak_bytes + sum(libraries_bytes), left, log.events(libraries_bytes), state_bytes)

@@ -43,7 +43,9 @@ def ctc_losses() -> Iterator[None]:
     the targets, of targets in one row their number: an upper bound. torch 2.11 to 2.15.
     """
 
-    def forward(_mode: Any, _op: Any, log_probs: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *__: Any, **___: Any) -> Any:
+    def forward(
+        _mode: Any, _op: Any, log_probs: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *__: Any, **___: Any
+    ) -> Any:
         num_steps, num_sequences = log_probs.shape[:2]
         most = targets.shape[-1] if isinstance(lengths, torch.Tensor) else max(lengths)
         return log_probs.new_empty(num_sequences), log_probs.new_empty((num_sequences, num_steps, 2 * most + 1))
