@@ -58,6 +58,12 @@ def unit_of(peak_bytes: int) -> tuple[str, float]:
     return next((name, scale) for name, scale, least in units if peak_bytes >= least)
 
 
+def in_units(nbytes: int) -> str:
+    """Return ``nbytes`` as a text with its unit: ``"8 GB"``, ``"0.2126 MB"``."""
+    unit, scale = unit_of(nbytes)
+    return f"{nbytes / scale:.4g} {unit}"
+
+
 class CaptureError(FxMemError, RuntimeError):
     """The model's graph could not be captured faithfully."""
 

@@ -36,7 +36,7 @@ from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
-from fxmem.profiling.verify import eager_step, verify
+from fxmem.profiling.verify import FakeStep, eager_step, verify
 from fxmem.progress import stage
 from fxmem.report.peak import place_of
 from fxmem.report.text import Report, build_report
@@ -84,6 +84,9 @@ def compile_model(
     stage("profiling")
     graph = run_passes(captured, PASSES, context)
     profiled, planned = context.profile_of(graph), None
+    eager = eager_step(context.model, captured, context.inputs, settings.step, profiled.seen)
+    context = with_budget(context, eager, profiled)
+    settings = context.settings
     emitted = emit_if_all_fits(profiled, context)
     if emitted is None:
         profiled = context.profile_of(run_passes(graph, PASSES_FOR_SHORT_MEMORY, context))
@@ -92,7 +95,6 @@ def compile_model(
         profiled = with_times(profiled, context)
         planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
         emitted = emit_within_budget(profiled, context, planned.points)
-    eager = eager_step(context.model, captured, context.inputs, settings.step, profiled.seen)
     report = build_report(
         profiled.profile,
         emitted.point,
@@ -157,7 +159,7 @@ def floor_bytes(
     if not _is_on_cuda(profiled):
         return least.peak_bytes
     if emitted is None or emitted.point is not least:
-        emitted = _emit(profiled, context, least)
+        emitted = emit_point(profiled, context, least)
     return emitted.bound_bytes
 
 
@@ -280,7 +282,7 @@ def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | N
     most_bytes = math.inf if settings.budget_bytes is None else settings.budget_bytes
     if point.peak_bytes > most_bytes:
         return None
-    emitted = _emit(profiled, context, point)
+    emitted = emit_point(profiled, context, point)
     return emitted if emitted.bound_bytes <= most_bytes else None
 
 
@@ -302,7 +304,7 @@ def emit_within_budget(profiled: Profiled, context: CompileContext, points: tupl
     """Emit the cheapest point whose *verified* peak is within the budget. Errors: ``InfeasibleBudgetError``."""
     emitted = _emit_cheapest(profiled, context, points)
     if emitted is None:  # what comes on top of a planned peak differs from point to point: the least may fit still
-        emitted = _emit(profiled, context, least_of(points))
+        emitted = emit_point(profiled, context, least_of(points))
         budget_bytes = context.settings.budget_bytes
         assert budget_bytes is not None
         if emitted.bound_bytes > budget_bytes:
@@ -315,14 +317,15 @@ def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[Fr
     budget_bytes = context.settings.budget_bytes
     limit_bytes = points[0].peak_bytes if budget_bytes is None else budget_bytes
     while (point := cheapest_within(points, limit_bytes)) is not None:
-        emitted = _emit(profiled, context, point)
+        emitted = emit_point(profiled, context, point)
         if budget_bytes is None or emitted.bound_bytes <= budget_bytes:
             return emitted
         limit_bytes = min(point.peak_bytes - 1, budget_bytes - (emitted.bound_bytes - point.peak_bytes))
     return None
 
 
-def _emit(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> Emitted:
+def emit_point(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> Emitted:
+    """Write a plan into the graph and run its step on fakes."""
     stage("checking the plan")
     check_plan(profiled.profile, point.plan)
     timeline = simulate(profiled.profile, point.plan)
@@ -339,6 +342,15 @@ def bound_bytes(peak_bytes: int, cuda: AllocatorPeaks | None, settings: Settings
     if cuda is None:
         return peak_bytes
     return cuda.reserved_bytes if settings.budget_of == "reserved" else cuda.allocated_bytes
+
+
+def with_budget(context: CompileContext, eager: FakeStep, profiled: Profiled) -> CompileContext:
+    """Return ``context`` with its budget in bytes, where that is a share of what it bounds of eager's step."""
+    share = context.settings.budget_share
+    if share is None:
+        return context
+    cuda = eager.events.peaks() if _is_on_cuda(profiled) else None
+    return context.with_settings(budget_bytes=int(share * bound_bytes(eager.peak_bytes, cuda, context.settings)))
 
 
 def _is_on_cuda(profiled: Profiled) -> bool:

@@ -50,7 +50,7 @@ def least(model: nn.Module) -> OptimizedModule:
     """Return ``model`` optimized to the least budget that fits a batch that requires grad."""
     x = batch(0).requires_grad_()
     with pytest.raises(fxmem.InfeasibleBudgetError) as info:
-        fxmem.optimize(model, x, budget=1, **QUICK)
+        fxmem.optimize(model, x, budget="1B", **QUICK)
     return fxmem.optimize(model, budget=info.value.least_bytes, **QUICK)
 
 

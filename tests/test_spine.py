@@ -353,4 +353,4 @@ def test_models_that_cannot_train_are_refused() -> None:
     [("24GiB", 24 * 2**30), ("800MB", 800 * 10**6), ("1.5 kb", 1500), ("12", 12), (16e6, 16_000_000)],
 )
 def test_budgets_are_read_as_written(budget: float | str, nbytes: int) -> None:
-    assert fxmem.api.budget.parse_budget(None, budget, Small()) == nbytes
+    assert fxmem.api.budget.parse_budget(None, budget, Small()).nbytes == nbytes

@@ -75,7 +75,7 @@ def test_a_thousand_steps_with_interrupts_stay_bitwise_and_grow_nothing() -> Non
     model = Net()
     x = torch.randn(4, WIDTH)
     with pytest.raises(fxmem.InfeasibleBudgetError) as info:
-        fxmem.optimize(model, x, budget=1, optimizer=None)
+        fxmem.optimize(model, x, budget="1B", optimizer=None)
     optimized = fxmem.optimize(model, x, budget=info.value.least_bytes, optimizer=None)
     assert optimized.plan.dropped
     draw = random.Random(0)

@@ -224,6 +224,21 @@ def _nothing(*_: object) -> Any:
     return nullcontext()
 
 
+@canary(patched=[3.0, 1.0], plain=[1.0])
+def calls_run_by(on: bool) -> object:
+    """What a call of a module gives, and what the call made instead of it sees of the module's own."""
+    module, seen = torch.nn.Identity(), []
+
+    def instead(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen.append(float(module(*args, **kwargs)))
+        return args[0] * 3
+
+    with patches.calls_run_by(module, instead) if on else nullcontext():
+        outcome = float(module(torch.ones(())))
+    assert "_call_impl" not in vars(module)
+    return [outcome, *seen]
+
+
 @canary(patched=(["Doubling"], 6.0), plain=([], 6.0))
 def function_applies_by(on: bool) -> object:
     """Which Functions are told of, and the gradient."""

@@ -69,7 +69,8 @@ DEFAULTS: Options = {
 OPTIONS_DOC = """
     Options, the same for ``optimize``, ``estimate`` and ``frontier``:
 
-    - ``step``: a :class:`fxmem.TrainingStep`, or its parts: ``optimizer`` (instance, class, name or None), ``loss_fn``,
+    - ``step``: a :class:`fxmem.TrainingStep`, or its parts: ``optimizer`` (instance, class, name, a
+      function of the parameters that makes one, or None), ``loss_fn``,
       ``autocast``, ``accumulate`` and ``scaler``.
     - ``planner``: ``"auto"``, ``"intervals"``, ``"mincut"`` or ``"chen"``.
     - ``plan_seconds``: about how much CPU time the planner may search; on a busy machine the clock shows more.
@@ -160,6 +161,17 @@ def example_of(model: torch.nn.Module, example_args: Any, example_kwargs: dict[s
     if not model.training:
         raise InputError("the model is in eval mode; call model.train() first: what is planned is a training step")
     return inputs
+
+
+def check_example(example_args: Any) -> None:
+    """Errors: ``InputError`` if a budget stands where one call's arguments belong."""
+    size = isinstance(example_args, str) and example_args.strip()[:1].isdigit()
+    if size or (isinstance(example_args, int | float) and not isinstance(example_args, bool)):
+        meant = f"budget={example_args!r}" if size else f"budget_gb={example_args}"
+        raise InputError(
+            f"the second argument is an example of the model's arguments, not {example_args!r}; did you mean "
+            f"fxmem.optimize(model, {meant})? An argument that is a number goes into a tuple: ({example_args!r},)"
+        )
 
 
 def region_of_step(model: torch.nn.Module, step: TrainingStep, device_type: str | None = None) -> Autocast | None:

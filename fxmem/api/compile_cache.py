@@ -17,13 +17,15 @@ import torch
 
 from fxmem.api.size_families import Family, LazyReport, SizedPlan, at_other_size
 from fxmem.api.user_frames import level_of_user
+from fxmem.capture.advice import Part
 from fxmem.capture.dynamic_batch import Shapes, largest_batch, resized, shapes_of
 from fxmem.capture.export import fitting
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.guards import ModelStates, arguments_of, constants_of
 from fxmem.capture.written_state import Before
-from fxmem.errors import InfeasibleBudgetError, InputError
+from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
 from fxmem.ir import Plan
+from fxmem.partial import RunPart, Serve, compile_in_parts, run_part
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
@@ -54,6 +56,8 @@ class CompileCache:
         self._alone: set[tuple[Any, ...]] = set()
         """Signatures that no plan of a larger size serves."""
         self._constants: set[Any] = set()
+        self._of_parts: dict[str, CompileCache] = {}
+        """By path, where the model cannot be captured whole."""
 
     @property
     def specializations(self) -> list[int]:
@@ -227,7 +231,11 @@ class CompileCache:
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
         family = self._family(inputs, autocast)
-        captured = family.graph_for(self._model, inputs, autocast)
+        try:
+            captured = family.graph_for(self._model, inputs, autocast)
+        except CaptureError as refused:
+            context = CompileContext(self._model, inputs, self._settings, autocast)
+            return compile_in_parts(context, refused, self._serve_part(autocast))
         larger = family.larger(inputs, captured)
         if larger is not None:
             with suppress(InfeasibleBudgetError):  # its own size may fit
@@ -243,7 +251,7 @@ class CompileCache:
             if not captured.dynamic:
                 raise
             try:
-                largest = self._largest_batch(captured, inputs)
+                largest = self._largest_batch(captured, inputs, error.budget_bytes)
             except InputError:  # what varies is no batch, and the model does not take every size of it
                 raise error from None
             raise InfeasibleBudgetError(
@@ -260,11 +268,22 @@ class CompileCache:
             self._warn_of_sizes()
         return compiled
 
-    def _largest_batch(self, captured: CaptureGraph, inputs: Inputs) -> int:
+    def _serve_part(self, autocast: Autocast | None) -> Serve:
+        """Return what keeps the plans of a part of the model, one cache for each part."""
+
+        def serve(part: Part, settings: Settings, compiled: Compiled) -> RunPart:
+            cache = self._of_parts.get(part.path)
+            if cache is None or cache._model is not part.module:
+                cache = self._of_parts[part.path] = CompileCache(part.module, settings)
+            signature = cache._signature(part.inputs, autocast)
+            cache._compiled.setdefault(signature, []).insert(0, compiled)
+            return run_part(part.module, lambda inputs: cache.find(inputs, autocast) or cache.make(inputs, autocast))
+
+        return serve
+
+    def _largest_batch(self, captured: CaptureGraph, inputs: Inputs, budget_bytes: int) -> int:
         """Return the largest size of the dynamic dimensions at which some plan fits."""
         settings = replace(self._settings, measure=False)
-        budget_bytes = settings.budget_bytes
-        assert budget_bytes is not None
         planned: list[Planned] = []
 
         def floor_bytes(size: int) -> int:

@@ -29,7 +29,7 @@ from fxmem.capture.dynamic_batch import batch_dims, largest_batch, resized
 from fxmem.capture.export import capture, fitting
 from fxmem.capture.graph import CaptureGraph, Inputs, device_of
 from fxmem.devices import DeviceModel, device_named
-from fxmem.errors import unit_of
+from fxmem.errors import in_units, unit_of
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import cuda_model, standing_in
 from fxmem.ir import PlainData, Timeline
@@ -88,7 +88,7 @@ class Question:
         return self._dynamic
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Estimate(PlainData):
     """Memory of one training step of a model as it is, and the least that fxmem can bring it to."""
 
@@ -106,7 +106,10 @@ class Estimate(PlainData):
     cuda: AllocatorPeaks | None
     """For a step on CUDA: what the caching allocator makes of it (:mod:`fxmem.profiling.caching_allocator`), cuBLAS's
     workspaces included."""
-    _question: Question = field(repr=False, compare=False)
+    _question: Question = field(compare=False)
+
+    def __repr__(self) -> str:
+        return f"Estimate(peak {in_units(self.peak_bytes)}, least reachable {in_units(self.floor_bytes)})"
 
     def fits(self, budget: float | str) -> bool:
         """True if the step fits ``budget`` (bytes, or text such as "24GiB") without recomputation."""

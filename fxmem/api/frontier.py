@@ -9,6 +9,7 @@ import torch
 
 from fxmem.api.arguments import Options, check_model, example_of, region_of_step, settings_of, with_options
 from fxmem.capture.export import capture
+from fxmem.errors import in_units
 from fxmem.ir import PlainData
 from fxmem.passes.context import CompileContext
 from fxmem.pipeline import frontier_of, profile_for_short_memory
@@ -18,7 +19,7 @@ from fxmem.report.plots import plot_frontier
 from fxmem.torch_patches import as_in_training
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class BudgetPoint(PlainData):
     """One budget and what it costs; between two points, the one with the lower budget is what one gets."""
 
@@ -32,6 +33,9 @@ class BudgetPoint(PlainData):
     """``overhead_seconds`` over the estimated time of the eager step."""
     gap_ratio: float
     """Optimality gap: at most this share of the eager step's time could the best of all plans save."""
+
+    def __repr__(self) -> str:
+        return f"BudgetPoint({in_units(self.budget_bytes)}, overhead {self.overhead_ratio:.1%})"
 
 
 class Frontier(tuple[BudgetPoint, ...]):

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 import torch
 
-from fxmem.api.arguments import Options, check_methods, check_optimizable, settings_of, with_options
+from fxmem.api.arguments import Options, check_example, check_methods, check_optimizable, settings_of, with_options
 from fxmem.api.budget import parse_budget
 from fxmem.api.planned_class import FxMemModule, optimize_in_place, optimized, restored
 from fxmem.api.prepare import prepare
@@ -32,6 +32,7 @@ def optimize(
     *,
     budget_gb: float | None = None,
     budget: float | str | None = None,
+    budget_mb: float | None = None,
     plan_for: str | None = None,
     methods: Sequence[str] = ("forward",),
     shapes: Any = None,
@@ -45,9 +46,10 @@ def optimize(
     - ``model``: an ``nn.Module`` or ``fx.GraphModule``; its parameters are shared, not copied.
     - ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one call's arguments, to plan for now. Without them the
       first training-mode call is planned for.
-    - ``budget_gb`` in 10^9 bytes, or ``budget`` in bytes or as text (``"24GiB"``): the bound on the peak of the whole
-      training step, on CUDA with what ops and libraries take inside. ``"auto"``, and with neither: what the model's CUDA
-      device has free for it, of this process's share, less a margin of 3 %; on the CPU no bound.
+    - ``budget_gb`` in 10^9 bytes, ``budget_mb`` in 10^6, or ``budget`` in bytes or as text (``"24GiB"``): the bound on the
+      peak of the whole training step, on CUDA with what ops and libraries take inside. ``budget="50%"``: that share of the
+      peak of the model as it is, of each kind of call its own. ``"auto"``, and with none: what the model's CUDA device has
+      free for it, of this process's share, less a margin of 3 %; on the CPU no bound.
     - ``plan_for``: a GPU by name (``"a100-80gb"``, :mod:`fxmem.devices`) to plan the example for, which need not be here;
       ``report`` is then of that GPU, and the first training call plans for the device it is on.
     - ``methods``: names of methods that are called in training beside ``forward``, such as ``("forward", "encode")``; each
@@ -61,7 +63,7 @@ def optimize(
     Errors, all before anything big is allocated: ``InputError`` (a ``ValueError``) for arguments that cannot be used,
     ``InfeasibleBudgetError`` when no plan fits, ``CaptureError`` when no graph does what the model does.
     """
-    settings = _settings(model, (example_args, example_kwargs), budget_gb, budget, plan_for, options)
+    settings = _settings(model, (example_args, example_kwargs), (budget_gb, budget, budget_mb), plan_for, options)
     module = optimized(model, settings, check_methods(model, methods))
     return _planned(module, example_args, example_kwargs, plan_for, shapes)
 
@@ -74,6 +76,7 @@ def optimize_(
     *,
     budget_gb: float | None = None,
     budget: float | str | None = None,
+    budget_mb: float | None = None,
     plan_for: str | None = None,
     methods: Sequence[str] = ("forward",),
     shapes: Any = None,
@@ -84,7 +87,7 @@ def optimize_(
     It stays the same object of the same class, wherever it is held. :func:`fxmem.restore` takes this back. An error leaves
     it as it was.
     """
-    settings = _settings(model, (example_args, example_kwargs), budget_gb, budget, plan_for, options)
+    settings = _settings(model, (example_args, example_kwargs), (budget_gb, budget, budget_mb), plan_for, options)
     module = optimize_in_place(model, settings, check_methods(model, methods))
     try:
         return _planned(module, example_args, example_kwargs, plan_for, shapes)
@@ -109,17 +112,19 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
 def _settings(
     model: torch.nn.Module,
     example: tuple[Any, ...],
-    budget_gb: float | None,
-    budget: float | str | None,
+    budget: tuple[float | None, float | str | None, float | None],
     plan_for: str | None,
     options: Options,
 ) -> Settings:
     """Return what is asked for, once it and ``model`` are checked."""
     check_optimizable(model)
+    check_example(example[0])
     settings = settings_of(options)
     gpu = None if plan_for is None else device_named(plan_for)
     holders = (settings.step.optimizer, settings.step.scaler, *example)
-    return replace(settings, budget_bytes=parse_budget(budget_gb, budget, model, *holders, gpu=gpu))
+    budget_gb, given, budget_mb = budget
+    bound = parse_budget(budget_gb, given, model, *holders, budget_mb=budget_mb, gpu=gpu)
+    return replace(settings, budget_bytes=bound.nbytes, budget_share=bound.share)
 
 
 def _planned(

@@ -33,7 +33,7 @@ from torch import fx
 
 from fxmem.api.bypass import look, planned_call
 from fxmem.api.namespace import Namespace
-from fxmem.errors import InputError
+from fxmem.errors import InputError, in_units
 from fxmem.passes.context import Settings
 
 HOOKS = tuple(n for n in vars(torch.nn.Module()) if "hook" in n and "state_dict" not in n)
@@ -132,9 +132,12 @@ class FxMemModule(torch.nn.Module):
         return sorted({*super().__dir__(), *OLD_NAMES})  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
-        budget = self._fxmem.settings.budget_bytes
-        ours = "fxmem: no budget" if budget is None else f"fxmem: budget {budget / 1e9:.3f} GB"
-        return ", ".join(filter(None, (super().extra_repr(), ours)))
+        settings = self._fxmem.settings
+        if settings.budget_share is not None:
+            ours = f"budget {settings.budget_share:.0%} of eager's peak"
+        else:
+            ours = "no budget" if settings.budget_bytes is None else f"budget {in_units(settings.budget_bytes)}"
+        return ", ".join(filter(None, (super().extra_repr(), f"fxmem: {ours}")))
 
     def _replicate_for_data_parallel(self) -> Any:
         raise InputError(

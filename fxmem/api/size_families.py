@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fxmem.capture.advice import capture_or_advise
 from fxmem.capture.dynamic_batch import (
     Shapes,
     batch_dims,
@@ -116,7 +115,7 @@ class Family:
         known = next((graph for graph in self.graphs if graph.is_for(inputs, shapes)), None)
         if known is not None:
             return known.captured
-        captured = self._captured_dynamic(model, inputs, autocast) or capture_or_advise(model, inputs, autocast)
+        captured = self._captured_dynamic(model, inputs, autocast) or capture(model, inputs, autocast)
         self.graphs.insert(0, SizedGraph(captured, shapes))
         return captured
 

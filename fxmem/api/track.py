@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fxmem.errors import in_units
 from fxmem.ir import Phase, Timeline, TimelineStep, as_plain
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.report.trace_export import MemoryEvent, write_chrome_trace, write_memory_snapshot
@@ -34,6 +35,9 @@ class Measurement:
         """Every allocation and free (CPU only)."""
         self._phase, self._op = Phase.FORWARD, ""
         self._start = time.perf_counter()
+
+    def __repr__(self) -> str:
+        return f"Measurement(peak {in_units(self.peak_bytes)}, {in_units(self.start_bytes)} at the start)"
 
     def phase(self, phase: Phase) -> None:
         """Say that ``phase`` begins; backward and optimizer are noticed without it, the loss is not."""

@@ -1,80 +1,91 @@
-"""Which parts of a model can be captured where the whole cannot: what a refusal advises.
+"""Which parts of a model can be captured where the whole cannot.
 
-The model is run once on fakes, on which every number reads as 1, so that it takes one of its ways; the calls of its
-submodules are noted. From the largest part down, each that was called is captured by itself.
+The model is run on fakes, on which every number reads as 1 and every condition as false, or else as true, so that it
+takes one of its ways; the calls of its submodules are noted. From the largest part down, each that was called is captured
+by itself.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Inputs
-from fxmem.errors import CaptureError, FxMemError
-from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
+from fxmem.errors import FxMemError
+from fxmem.fake.fake_tensors import BranchReads, FakeWorld, ScalarReads
 from fxmem.fake.modes import FewLooks, TooManyLooks
 from fxmem.fake.python_state import tensors_restored
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import quiet
+from fxmem.torch_private import without_modes
 
-MOST_PARTS = 3
-"""As many are named."""
-SEARCH_SECONDS = 20.0
+MOST_PARTS = 64
+SEARCH_SECONDS = 60.0
 MOST_LOOKS = 1_000
 """At values, by a model that is run on fakes to see what its parts are called with."""
 
 
-def capture_or_advise(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> CaptureGraph:
-    """Return the graph of ``model``. Errors: as :func:`capture`, with the parts that could be optimized instead."""
-    try:
-        return capture(model, inputs, autocast)
-    except CaptureError as error:
-        strided = all(tensor.layout is torch.strided for tensor in inputs.tensors)
-        parts = capturable_parts(model, inputs, autocast) if strided else ()
-        if not parts:
-            raise
-        lines = "; ".join(f"{path} = fxmem.optimize({path}, ...)" for path in map(_as_code, parts))
-        share = _num_elements(*map(model.get_submodule, parts)) / _num_elements(model)
-        raise CaptureError(
-            f"{error} Or optimize the largest parts of it that can be captured, with {share:.0%} of its parameters, and "
-            f"let the rest run as it is: {lines}. Each budget then bounds a step of that part alone."
-        ) from error
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A submodule that is captured by itself."""
+
+    path: str
+    module: torch.nn.Module
+    inputs: Inputs
+    """Zeros like the arguments of its first call."""
+    captured: CaptureGraph
+    num_calls: int
+    """In one forward of the model."""
 
 
-def capturable_parts(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None = None) -> tuple[str, ...]:
-    """Return the paths of the largest submodules that can be captured by themselves, none inside another."""
+def capturable_parts(
+    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None = None
+) -> tuple[tuple[Part, ...], bool | None]:
+    """Return the largest submodules that can be captured by themselves, none inside another, in the order of their size;
+    with it, what conditions are to be for the model to run on fakes to its end, or None if it does not."""
     deadline = time.monotonic() + SEARCH_SECONDS
-    world = FakeWorld(inputs.leaves)
-    found: list[str] = []
-    with tensors_restored(model), world.state_of(model):
-        calls = _calls(model, world, inputs, autocast)
-        candidates = list(model.named_children())
-        while candidates and len(found) < MOST_PARTS and time.monotonic() < deadline:
-            path, part = max(candidates, key=lambda candidate: _num_elements(candidate[1]))
-            candidates.remove((path, part))
-            if _num_elements(part, *map(model.get_submodule, found)) == _num_elements(*map(model.get_submodule, found)):
-                continue  # another name for what is there, or for a part of it
-            if path in calls and _is_capturable(part, calls[path], autocast):
-                found.append(path)
-            else:
-                candidates += [(f"{path}.{name}", child) for name, child in part.named_children()]
-    return tuple(found)
+    found: list[Part] = []
+    calls: dict[str, list[Inputs]] = {}
+    for answer in (False, True):
+        world = FakeWorld(inputs.leaves)
+        with quiet(), tensors_restored(model), world.state_of(model):
+            seen, to_the_end = _calls(model, world, inputs, autocast, answer)
+        calls = seen if to_the_end else seen | calls
+        if to_the_end:
+            break
+    candidates = list(model.named_children())
+    while candidates and len(found) < MOST_PARTS and time.monotonic() < deadline:
+        path, part = max(candidates, key=lambda candidate: num_elements(candidate[1]))
+        candidates.remove((path, part))
+        modules = [other.module for other in found]
+        if num_elements(part, *modules) == num_elements(*modules):
+            continue  # another name for what is there, or for a part of it
+        captured = _captured(part, calls[path][0], autocast) if path in calls else None
+        if captured is not None:
+            found.append(Part(path, part, calls[path][0], captured, len(calls[path])))
+        else:
+            candidates += [(f"{path}.{name}", child) for name, child in part.named_children()]
+    return tuple(found), answer if to_the_end else None
 
 
-def _calls(model: torch.nn.Module, world: FakeWorld, inputs: Inputs, autocast: Autocast | None) -> dict[str, Inputs]:
-    """Return the arguments of the first call of each submodule, as far as a run on fakes comes."""
-    calls: dict[str, Inputs] = {}
+def _calls(
+    model: torch.nn.Module, world: FakeWorld, inputs: Inputs, autocast: Autocast | None, answer: bool
+) -> tuple[dict[str, list[Inputs]], bool]:
+    """Return the arguments of the calls of each submodule, as far as a run on fakes comes, and whether that is the end."""
+    calls: dict[str, list[Inputs]] = {}
+    to_the_end = False
 
     def noting(path: str) -> Any:
         def note(part: torch.nn.Module, args: Any, kwargs: Any) -> None:
             with suppress(FxMemError):
                 given = Inputs.of(args, kwargs, part)
-                calls.setdefault(path, Inputs(tuple(map(_as_leaf, given.leaves)), given.spec))
+                known = calls.setdefault(path, [])
+                known.append(known[0] if known else Inputs(tuple(map(_zeros_like, given.leaves)), given.spec))
 
         return note
 
@@ -82,37 +93,43 @@ def _calls(model: torch.nn.Module, world: FakeWorld, inputs: Inputs, autocast: A
     args, kwargs = fakes.call()
     with ExitStack() as stack:
         for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             hook = module.register_forward_pre_hook(noting(path), with_kwargs=True)
             stack.callback(hook.remove)
         stack.enter_context(world.active(model))
         stack.enter_context(ScalarReads())
-        stack.enter_context(quiet())
+        stack.enter_context(BranchReads(answer))
         stack.enter_context(autocast.enter() if autocast else nullcontext())
         stack.enter_context(suppress(Exception, TooManyLooks))  # what cannot run on fakes either ends the search there
         stack.enter_context(FewLooks(MOST_LOOKS))
         model(*args, **kwargs)
-    return calls
+        to_the_end = True
+    return calls, to_the_end
 
 
-def _as_leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+def _zeros_like(value: Any) -> Any:
+    """Return a real tensor like a fake one: a part is captured as its calls in training are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with without_modes(), torch.no_grad():
+        zeros = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+    if not value.requires_grad:
+        return zeros
+    zeros.requires_grad_()
+    with without_modes(), torch.enable_grad():
+        return zeros if value.is_leaf else zeros * 1
 
 
-def _is_capturable(module: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> bool:
+def _captured(module: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> CaptureGraph | None:
     if not any(p.requires_grad for p in module.parameters()):
-        return False
+        return None
     try:
-        capture(module, inputs, autocast)
-    except Exception:  # whatever it is, it is no reason to hide the error that is being explained
-        return False
-    return True
+        return capture(module, inputs, autocast)
+    except Exception:  # whatever it is, the parts of this part may do
+        return None
 
 
-def _num_elements(*modules: torch.nn.Module) -> int:
+def num_elements(*modules: torch.nn.Module) -> int:
     """Return the number of elements of their parameters, each counted once."""
     return sum(p.numel() for p in dict.fromkeys(p for module in modules for p in module.parameters()))
-
-
-def _as_code(path: str) -> str:
-    """Return a submodule's path as an expression: ``model.blocks[3].norm``."""
-    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", f"model.{path}")

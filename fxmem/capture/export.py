@@ -37,7 +37,7 @@ from fxmem.op_facts.lookup import by_op
 from fxmem.progress import stage
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.scoped_ops import AutocastArguments, Region, Scoped, forget_casts, op_of, region_of
-from fxmem.torch_patches import compiler_says_eager, grouped_matmuls, no_value_checks, quiet, regions_left
+from fxmem.torch_patches import compiler_says_eager, ctc_losses, grouped_matmuls, no_value_checks, quiet, regions_left
 from fxmem.torch_private import OF_FAKES, TreeSpec, tree_leaves
 
 _OFFSETS = by_op(TakesStorageOffset)
@@ -70,11 +70,12 @@ def capture(
     args, kwargs = inputs.call()
     _check_arguments(model, args, kwargs)
     _check_parameters(model)
+    _check_scripted(model)
     for tensor in (*model.parameters(), *model.buffers(), *inputs.leaves):
         if isinstance(tensor, torch.Tensor):
             check_device(tensor.device)
             _check_dense(model, tensor)
-    with tensors_restored(model) as written:
+    with quiet(), tensors_restored(model) as written:
         captured = _captured(model, inputs, autocast, dynamic, partly)
     if written:
         raise CaptureError(
@@ -101,7 +102,7 @@ def _captured(
             ) from own
         place = raised_in(error, model.named_modules())
         raise CaptureError(
-            f"{type(model).__name__} could not be captured by torch.export{place}: {_cause(error)}"
+            f"{type(model).__name__} could not be captured by torch.export{place}: {_cause(error, model)}"
         ) from error
     graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
@@ -143,6 +144,17 @@ def _check_parameters(model: torch.nn.Module) -> None:
                 )
 
 
+def _check_scripted(model: torch.nn.Module) -> None:
+    """Errors: ``CaptureError`` if a submodule is TorchScript's, whose interpreter differentiates by rules of its own."""
+    scripted = next((path for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise CaptureError(
+            f"{type(model).__name__} holds the torch.jit.ScriptModule {scripted!r}, which runs in TorchScript's own "
+            "interpreter and goes into no graph. Put the nn.Module that it was made from in its place, or optimize the "
+            "parts around it."
+        )
+
+
 def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> Exception | None:
     """Return what the model raises when it is merely run on fakes of these arguments; None where that may be fakes' fault:
     where it looked at values, which these do not have, or where an op has none for fakes."""
@@ -153,7 +165,7 @@ def _own_error(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None
     on_fakes = attributes_restored(model), world.state_of(model), world.active(model)
     try:
         with ExitStack() as stack:
-            for context in (*on_fakes, region, seeing_values(inputs.leaves, fakes), quiet()):
+            for context in (*on_fakes, region, seeing_values(inputs.leaves, fakes)):
                 stack.enter_context(context)
             stack.enter_context(FewLooks())
             memory = stack.enter_context(MemoryLooks())
@@ -200,10 +212,10 @@ def _exported(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None,
             region,
             no_value_checks(),
             grouped_matmuls(),
+            ctc_losses(),
             scope,
             outputs_looked_into(model),
             DataRead(),
-            quiet(),
             regions_left(),
             noted_in_nodes(model),
         ):
@@ -333,14 +345,19 @@ def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> A
     raise CaptureError(f"the captured graph reads {target}, which {type(model).__name__} does not have")
 
 
-def _cause(error: Exception) -> str:
+def _drops_layers(model: torch.nn.Module) -> bool:
+    """True if some module, or its config, has a chance of skipping layers (LayerDrop)."""
+    holders = [held for m in model.modules() for held in (m, getattr(m, "config", None)) if hasattr(held, "__dict__")]
+    return any("layerdrop" in name.replace("_", "") and value for held in holders for name, value in vars(held).items())
+
+
+def _cause(error: Exception, model: torch.nn.Module) -> str:
     """Return why torch.export failed, and what to do."""
     remedy = "move that part out of the model or optimize the parts around it."
     if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in chain_of(error)):
-        return (
-            "its control flow depends on the values in tensors, which only a run can tell. Where it skips a layer by "
-            f"chance (LayerDrop), set that chance to 0; else {remedy}"
-        )
+        if _drops_layers(model):
+            remedy = f"set the chance of skipping a layer (LayerDrop) to 0; else {remedy}"
+        return f"its control flow depends on the values in tensors, which only a run can tell: {remedy}"
     if "fake tensor in the exported program constant" in str(error):
         return (
             "it computes with a tensor that a graph cannot follow: one that torch.autograd.grad returns inside forward, or "

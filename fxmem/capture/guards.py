@@ -160,7 +160,7 @@ class _Look:
     """All that a model's state is made of, by identity, to tell whether anything was replaced since."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        modules = list(model.modules())
+        modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]  # of which no graph is made
         holders = [h for m in modules for h in (m.__dict__, m._parameters, m._buffers, m._modules)]
         inside = list(_holders_in(model))
         holders += inside

@@ -22,6 +22,7 @@ from fxmem.capture.pytrees import flattened
 from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import CaptureError, chain_of, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, attributes_restored
+from fxmem.fake.generators import Draws
 from fxmem.fake.python_state import OpLog, Place, PythonState
 from fxmem.op_facts import names_of
 from fxmem.op_facts.kinds import AddedByExport
@@ -114,6 +115,8 @@ def _check_autograd(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
 
 
 _KNOWN_LOSSES = {
+    "DifferentiableGraph": "A function of torch.jit.script or torch.jit.trace is differentiated by TorchScript's own "
+    "rules: call the Python function that it was made from.",
     "CheckpointFunction": "Reentrant torch.utils.checkpoint does not go into a graph: switch it off "
     "(use_reentrant=False, or gradient_checkpointing_disable()); fxmem recomputes by its own plan.",
     "AccumulateGrad": "A parameter or a tensor that it makes require grad inside forward would get no gradient.",
@@ -180,8 +183,9 @@ def _run(
 
     buffers = {name: world.fake(buffer) for name, buffer in model.named_buffers()}
     with attributes_restored(model), world.state_of(module), world.active(), ScalarReads():
+        draws = Draws()
         before, versions = PythonState(model), {name: version_of(buffer) for name, buffer in buffers.items()}
-        with _calls_noted() as calls:
+        with _calls_noted() as calls, draws.watching():
             outputs, ops = forward()
         exchanged = next(before.exchanged(), None)
         if exchanged is not None:
@@ -196,9 +200,12 @@ def _run(
         )
         if not twice:
             return _Run(_autograd_nodes(outputs), calls, left, {}, ops, ops, new_buffers)
-        between = PythonState(model)
-        _, ops_again = forward()
+        between, draws_again = PythonState(model), Draws(draws.own)
+        with draws_again.watching():
+            _, ops_again = forward()
         again = between.changes()
+        if (draws.seeded or draws_again.seeded) and not _SEEDINGS & set(calls):
+            calls.append("manual_seed or set_state of a torch.Generator")
     return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again, new_buffers)
 
 
@@ -236,10 +243,12 @@ def _autograd_nodes(outputs: Any) -> Counter[str]:
 
 def _harmless(node: Any) -> bool:
     """Views and copies differ between a model and its graph (``x.T`` or ``permute``) without changing a gradient."""
-    return not isinstance(node, torch.autograd.function.BackwardCFunction) and "AccumulateGrad" not in node.name()
+    named = any(name in node.name() for name in ("AccumulateGrad", "DifferentiableGraph"))
+    return not isinstance(node, torch.autograd.function.BackwardCFunction) and not named
 
 
 _SEEDING = "Draw from a torch.Generator of the model's own instead."
+_SEEDINGS = frozenset({"torch.manual_seed", "torch.set_rng_state", "torch.random.fork_rng"})
 _CASTING = "Say with torch.autocast(..., cache_enabled=False) where no cast is to be kept."
 _HOOKING = "Set the hook on a parameter, or outside the model."
 _REMEDIES = {
@@ -252,6 +261,8 @@ _REMEDIES = {
     "torch.manual_seed": _SEEDING,
     "torch.set_rng_state": _SEEDING,
     "torch.random.fork_rng": _SEEDING,
+    "manual_seed or set_state of a torch.Generator": "Make and seed generators outside the model's forward; keep numbers "
+    "that are to be the same in each call in a buffer.",
     "torch.inference_mode": "Use torch.no_grad.",
     "torch.clear_autocast_cache": _CASTING,
     "torch.set_autocast_cache_enabled": _CASTING,

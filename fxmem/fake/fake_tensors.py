@@ -6,7 +6,7 @@ aliases are kept. Real tensors are never touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from fxmem.fake.python_state import PythonState, modules_held
 from fxmem.fake.stand_in import stand_in, stands_for
 from fxmem.op_facts.kinds import ReadsScalar
 from fxmem.op_facts.lookup import by_op
-from fxmem.torch_patches import fakes_for_each, grouped_matmuls, no_value_checks
+from fxmem.torch_patches import ctc_losses, fakes_for_each, grouped_matmuls, no_value_checks
 from fxmem.torch_private import FakeTensor, FakeTensorMode, storage_key, tree_map_only
 
 
@@ -94,7 +94,7 @@ class FakeWorld:
     @contextmanager
     def state_of(self, module: torch.nn.Module) -> Iterator[None]:
         """Give ``module``, and the modules that its calls hold, fake parameters and buffers while the body runs."""
-        with self.states_of([module, *modules_held(module)]):
+        with self.states_of([module, *(held for m in module.modules() for held in modules_held(m))]):
             yield
 
     def states_held_by(self, module: torch.nn.Module) -> AbstractContextManager[None]:
@@ -104,20 +104,27 @@ class FakeWorld:
     @contextmanager
     def states_of(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Give ``modules`` fake parameters and buffers while the body runs."""
-        each = dict.fromkeys(m for module in modules for m in module.modules())
+        each = dict.fromkeys(
+            m for module in modules for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)
+        )
         registries = [r for m in each for r in (m._parameters, m._buffers)]
         saved = [dict(registry) for registry in registries]
         try:
-            for registry in registries:
-                registry.update((name, self.fake(t)) for name, t in registry.items() if t is not None)  # type: ignore[misc]
             with ExitStack() as stack:
-                for module in modules:
+                for module in modules:  # before there are fakes: a buffer that the body replaces is held by nobody
                     stack.enter_context(attributes_restored(module))
+                for registry in registries:
+                    registry.update((name, self.fake(t)) for name, t in registry.items() if t is not None)  # type: ignore[misc]
                 yield
         finally:
             for registry, before in zip(registries, saved, strict=True):
                 registry.clear()
                 registry.update(before)  # type: ignore[arg-type]
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let go of the fakes of ``tensors``, which live on where else they are held."""
+        for tensor in tensors:
+            self._fakes.pop(id(tensor), None)
 
     @contextmanager
     def active(self, *modules: torch.nn.Module) -> Iterator[None]:
@@ -134,6 +141,7 @@ class FakeWorld:
             stack.enter_context(MetaFixups())  # type: ignore[no-untyped-call]
             stack.enter_context(no_value_checks())
             stack.enter_context(grouped_matmuls())
+            stack.enter_context(ctc_losses())
             stack.enter_context(fakes_for_each())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
@@ -210,4 +218,18 @@ class ScalarReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class BranchReads(TorchFunctionMode):
+    """Lets a model on fakes decide by values that only a run can tell: every condition has one answer."""
+
+    def __init__(self, answer: bool) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BRANCHES and isinstance(args[0], FakeTensor):
+            return self._answer
+        return func(*args, **(kwargs or {}))
+
+
+_BRANCHES = {function for function, fact in by_op(ReadsScalar).items() if fact.what == "branch"}
 _ANSWERED = {function for function, fact in by_op(ReadsScalar).items() if fact.what == "number" and fact.stand_in}

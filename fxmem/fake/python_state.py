@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from fxmem.fake.generators import GeneratorStates, default_generators
 from fxmem.torch_private import OpOverload, TorchDispatchMode, schema_of, storage_key, tree_leaves, version_of
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
@@ -90,16 +91,18 @@ class PythonState:
         self.hidden: dict[int, torch.nn.Module] = {}
         """By id: modules met that are no submodules."""
         self._generators = _python_generators()
+        self._torchs: dict[int, torch.Generator] = {id(g): g for g in default_generators()}
         for root in roots:
             for module in root.modules():
                 self._walk_module(module)
+        self._torchs_states = GeneratorStates(self._torchs.values())
 
     # -- walking ------------------------------------------------------------------------------------------------------
 
     def _walk_module(self, module: torch.nn.Module) -> None:
         owner = type(module).__name__
         if self._add(module, Place(owner, "")):
-            for name, value in vars(module).items():
+            for name, value in vars(module).items() if not isinstance(module, torch.jit.ScriptModule) else ():
                 if name in _REGISTRIES:
                     self._registries.append((module, name, dict(value)))
                 else:
@@ -118,6 +121,8 @@ class PythonState:
             self.hidden[id(value)] = value
         elif isinstance(value, torch.Tensor):
             self.tensors.setdefault(id(value), (place, value))
+        elif isinstance(value, torch.Generator):
+            self._torchs[id(value)] = value
         elif isinstance(value, types.FunctionType):
             self._walk_function(value, place)
         elif (elements := elements_of(value)) is not None:
@@ -175,6 +180,7 @@ class PythonState:
         for module, name, registered in self._registries:
             _refill(vars(module)[name], registered)
         _set_python_generators(self._generators)
+        self._torchs_states.restore()
 
     def exchanged(self) -> Iterator[Place]:
         """Yield the parameters, submodules and buffers that are gone, new or others; a buffer may be another tensor."""

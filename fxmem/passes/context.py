@@ -44,6 +44,8 @@ class Settings:
     """Whether masks and inputs that no backward reads are saved in fewer bytes where memory is short."""
     budget_of: str = "allocated"
     """On CUDA, what the budget bounds: "allocated" bytes or "reserved" ones."""
+    budget_share: float | None = None
+    """The budget as a share of eager's peak, which sets ``budget_bytes`` for each kind of call."""
 
     def __setstate__(self, state: list[Any]) -> None:
         """Pickles of earlier versions lack the last fields."""

@@ -176,7 +176,7 @@ def _optimizing(optimizer: object) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
         raise InputError(
             f"{name} could not be made or stepped on fake tensors: {first_lines(error)}. Pass an optimizer that is like it "
             "in memory and whose step takes no arguments, or optimizer=None and leave room for its state"
@@ -214,7 +214,16 @@ def _fake_optimizer(optimizer: OptimizerLike, fakes: dict[int, torch.Tensor]) ->
     if not isinstance(optimizer, torch.optim.Optimizer):
         cls = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
         with _optimizing(cls):
-            return cls(list(fakes.values()))  # type: ignore[call-arg]
+            made = cls(list(fakes.values()))  # type: ignore[call-arg]
+        if not isinstance(made, torch.optim.Optimizer):
+            raise InputError(f"the function given as optimizer must make a torch.optim.Optimizer, not {made!r}")
+        given = set(map(id, fakes.values()))
+        if any(id(p) not in given for group in made.param_groups for p in group["params"]):
+            raise InputError(
+                "the function given as optimizer must make one of the parameters that it is called with: what is planned "
+                "is run on stand-ins for them. Pass the optimizer itself where it holds others too"
+            )
+        return made
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": kept}
         for group in optimizer.param_groups

@@ -32,7 +32,13 @@ from fxmem.runtime.autocast import Autocast, casts_kept
 from fxmem.runtime.layout import Geometry
 from fxmem.torch_private import storage_key, tree_leaves
 
-OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None
+OptimizerLike = (
+    torch.optim.Optimizer
+    | type[torch.optim.Optimizer]
+    | Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+    | str
+    | None
+)
 LossFn = Callable[[Any], torch.Tensor]
 
 
@@ -54,7 +60,8 @@ class TrainingStep:
     loss_fn: LossFn | None = None
     """``loss_fn(output)`` returns the scalar loss. None: ``output.loss``, else the sum of the floating outputs."""
     optimizer: OptimizerLike = "adamw"
-    """An optimizer, its class or its name in ``torch.optim``; None: the step ends with the backward."""
+    """An optimizer, its class, its name in ``torch.optim``, or a function that makes one for the parameters that require
+    grad, which it is to hold all of (``lambda p: SGD(p, lr=0.1, momentum=0.9)``); None: the step ends with the backward."""
     accumulate: bool = False
     """Whether gradients are there when the step starts: of earlier micro-batches, or zeros that
     ``zero_grad(set_to_none=False)`` left."""
@@ -72,12 +79,13 @@ class TrainingStep:
             raise InputError(f"loss_fn must be a function of the model's output, or None, not {self.loss_fn!r}")
         if self.autocast is not None and not isinstance(self.autocast, torch.dtype):
             raise InputError(f"autocast must be a dtype such as torch.bfloat16, or None, not {self.autocast!r}")
-        is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+        makes_one = issubclass(optimizer, torch.optim.Optimizer) if isinstance(optimizer, type) else callable(optimizer)
         if isinstance(optimizer, str):
             optimizer_class(optimizer)
-        elif optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
+        elif optimizer is not None and not makes_one and not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError(
-                f"optimizer must be a torch.optim.Optimizer, its class, its name or None, not {optimizer!r}"
+                "optimizer must be a torch.optim.Optimizer, its class, its name, a function of the parameters that makes "
+                f"one, or None, not {optimizer!r}"
             )
 
     def __setstate__(self, state: list[Any]) -> None:

@@ -5,8 +5,10 @@ In: a callable of fake leaves, the modules whose state it uses, loss and optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import fx
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import VerificationError
-from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
+from fxmem.fake.fake_tensors import BranchReads, FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.ir import Phase, Timeline, Verification
 from fxmem.profiling.caching_allocator import StepEvents, StepLog
@@ -23,6 +25,9 @@ from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import BARE, Gradients, TrainingStep, gradients_of, run_step
+from fxmem.profiling.written_views import WrittenViews
+from fxmem.runtime.autocast import Autocast
+from fxmem.torch_patches import calls_run_by
 
 
 def verify(
@@ -73,11 +78,55 @@ def eager_step(
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
-        with seeing_values(inputs.leaves, leaves):
+        with seeing_values(inputs.leaves, leaves), WrittenViews():
             return model(*args, **kwargs)
 
     with tensors_restored(model):
         return _ran(_Subject(forward, model, model), captured, inputs, step, seen)
+
+
+def step_in_parts(
+    model: torch.nn.Module,
+    parts: Sequence[tuple[torch.nn.Module, CaptureGraph, fx.GraphModule]],
+    inputs: Inputs,
+    step: TrainingStep,
+    autocast: Autocast | None,
+    answer: bool,
+) -> FakeStep:
+    """Return what a training step of ``model`` takes whose ``parts`` run the graphs emitted for them, and all else as it
+    is. Where the model looks at values it takes one of its ways: numbers read as 1, conditions as ``answer``."""
+
+    def forward(leaves: list[Any]) -> Any:
+        args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
+        with ExitStack() as stack:
+            for part, captured, emitted in parts:
+                stack.enter_context(calls_run_by(part, partial(_run_emitted, part, captured, emitted)))
+            for mode in (seeing_values(inputs.leaves, leaves), BranchReads(answer), WrittenViews()):
+                stack.enter_context(mode)
+            return model(*args, **kwargs)
+
+    whole = torch.nn.ModuleList([model, *(emitted for _, _, emitted in parts)])
+    like = _Whole(tuple(model.parameters()), autocast)
+    with tensors_restored(model):
+        return _ran(_Subject(forward, whole, model), like, inputs, step, None)
+
+
+def _run_emitted(
+    part: torch.nn.Module,
+    captured: CaptureGraph,
+    emitted: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    return captured.call(emitted, Inputs.of(args, kwargs, part).leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What a step needs to know of a model that was not captured whole."""
+
+    parameters: tuple[torch.nn.Parameter, ...]
+    autocast: Autocast | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +137,7 @@ class FakeStep:
     gradients: Gradients | None
     """What its backward left on parameters."""
     events: StepEvents
+    optimizer_state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +151,7 @@ class _Subject:
 
 
 def _ran(
-    subject: _Subject, captured: CaptureGraph, inputs: Inputs, step: TrainingStep, seen: RecordedStep | None
+    subject: _Subject, captured: CaptureGraph | _Whole, inputs: Inputs, step: TrainingStep, seen: RecordedStep | None
 ) -> FakeStep:
     """Run a training step. Where the backward leaves other gradients than were ``seen``, it is run again after a
     micro-batch that tells."""
@@ -113,7 +163,7 @@ def _ran(
 
 
 def _fake_step(
-    subject: _Subject, captured: CaptureGraph, inputs: Inputs, step: TrainingStep, seen: RecordedStep | None
+    subject: _Subject, captured: CaptureGraph | _Whole, inputs: Inputs, step: TrainingStep, seen: RecordedStep | None
 ) -> FakeStep:
     """Run a step. Earlier gradients and the optimizer's state are as ``seen`` says; if None, as a micro-batch run before
     says."""
@@ -123,6 +173,7 @@ def _fake_step(
     memory, log = DeviceMemory.of(p.device for p in parameters), StepLog()
     tracker = StorageTracker(log.note, memory=memory, on_library=log.note_library, on_workspace=log.note_workspace)
     state = [world.fake(t) for t in _as_moved(subject.owner)]
+    buffers = list(subject.owner.buffers())
     left: Gradients | None = None
 
     def micro_batch() -> None:
@@ -142,14 +193,18 @@ def _fake_step(
         tracker.hold(tensors_of(state))
         tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
         log.state_starts()
-        if optimizer is not None:
-            optimizer.hold()
+        state_bytes = 0 if optimizer is None else optimizer.hold()
         tracker.hold(tensors_of([scaler]))
         log.step_starts()
         with world.state_of(subject.module), tracker, ScalarReads():
+            if subject.owner in list(
+                subject.module.modules()
+            ):  # which hold what is there: a buffer that is replaced goes
+                state.clear()
+                world.forget(buffers)
             run_step(lambda: subject.forward(leaves), step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
     libraries_bytes = memory.workspaces(len(tracker.library_threads))
-    return FakeStep(tracker.peak_bytes + sum(libraries_bytes), left, log.events(libraries_bytes))
+    return FakeStep(tracker.peak_bytes + sum(libraries_bytes), left, log.events(libraries_bytes), state_bytes)
 
 
 def _as_moved(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fxmem.errors import NotPlannedError, unit_of
+from fxmem.errors import NotPlannedError, in_units, unit_of
 from fxmem.ir import FrontierPoint, GraphProfile, InplaceDecision, PlainData, StaticBytes, Timeline, Verification
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
@@ -36,7 +36,7 @@ class Row(PlainData):
     """Module path and the user's ``file:line``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report(PlainData):
     """What was planned for one signature. All ``_bytes`` are of the whole training step, statics included."""
 
@@ -119,6 +119,11 @@ class Report(PlainData):
 
     def __str__(self) -> str:
         return _render(self)
+
+    def __repr__(self) -> str:
+        budget = "no budget" if self.budget_bytes is None else f"budget {in_units(self.budget_bytes)}"
+        peaks = f"peak {in_units(self.predicted_peak_bytes)} instead of {in_units(self.eager_peak_bytes)}"
+        return f"Report({budget}, {peaks}, overhead {self.overhead_ratio:.1%})"
 
     def _repr_html_(self) -> str:
         saved_ratio = 1 - self.predicted_peak_bytes / self.eager_peak_bytes

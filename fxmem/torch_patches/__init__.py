@@ -15,13 +15,14 @@ from fxmem.torch_patches.autograd import (
 from fxmem.torch_patches.calls import (
     backward_hooks_made_by,
     batch_norms_by,
+    calls_run_by,
     calls_told_to,
     forward_hooks_exchanged,
     function_applies_by,
     tensor_hooks_set_by,
 )
 from fxmem.torch_patches.export import compiler_says_eager, nodes_shown_to, quiet, regions_left, tracing_answered_by
-from fxmem.torch_patches.fakes import grouped_matmuls, no_value_checks
+from fxmem.torch_patches.fakes import ctc_losses, grouped_matmuls, no_value_checks
 from fxmem.torch_patches.optimizers import fakes_for_each, steady_scaler
 from fxmem.torch_patches.replacing import PATCHES
 from fxmem.torch_patches.stand_in import cuda_asked, cuda_for_fakes, kernels_on_cuda
@@ -31,8 +32,10 @@ __all__ = [
     "as_in_training",
     "backward_hooks_made_by",
     "batch_norms_by",
+    "calls_run_by",
     "calls_told_to",
     "compiler_says_eager",
+    "ctc_losses",
     "cuda_asked",
     "cuda_for_fakes",
     "fakes_for_each",

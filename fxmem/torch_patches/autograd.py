@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
 from fxmem.torch_patches.replacing import patch, replaced
+from fxmem.torch_private import without_modes
 
 _planning = threading.RLock()
 
@@ -31,11 +32,13 @@ if hasattr(os, "register_at_fork"):  # another thread's lock would never be rele
 def as_in_training() -> Iterator[None]:
     """Plan in the body as for a training call, whatever grad mode there is around; one thread at a time.
 
-    One thread, as capturing exchanges functions of torch for a while (so does torch.export). Anomaly mode, which looks
-    at values, is off: fakes have none. torch 2.11 to 2.15.
+    Modes that watch or change ops around the call (``fxmem.track``, a FLOP counter) do not see the fakes. One
+    thread, as capturing exchanges functions of torch for a while (so does torch.export). Anomaly mode, which looks at
+    values, is off: fakes have none. torch 2.11 to 2.15.
     """
     with (
         _planning,
+        without_modes(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_detect_anomaly(False),

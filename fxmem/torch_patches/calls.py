@@ -97,6 +97,30 @@ def forward_hooks_exchanged(model: torch.nn.Module, instead: Instead) -> Iterato
 
 @patch
 @contextmanager
+def calls_run_by(module: torch.nn.Module, instead: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Call ``instead(args, kwargs)`` for each call of ``module``, hooks included; a call from there is the module's own.
+
+    A hook could not give a result in place of the forward's. torch 2.11 to 2.15, where ``nn.Module.__call__`` asks the
+    module for ``_call_impl``.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        del own["_call_impl"]
+        try:
+            return instead(args, kwargs)
+        finally:
+            own["_call_impl"] = call
+
+    own = vars(module)
+    own["_call_impl"] = call
+    try:
+        yield
+    finally:
+        del own["_call_impl"]
+
+
+@patch
+@contextmanager
 def calls_told_to(told: Callable[[str], None]) -> Iterator[None]:
     """Tell ``told`` the name of each call of a function that no graph keeps, then make the call.
 

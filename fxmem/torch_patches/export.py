@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -88,16 +90,45 @@ def nodes_shown_to(look: Callable[[fx.Node], None]) -> Iterator[None]:
 @patch
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch.export from printing the graph it had when it failed, or sizes it takes as they are, and fakes from
-    printing why an op failed: errors and guards say what there is to say. torch 2.11 to 2.15."""
-    names = ("fx.experimental.symbolic_shapes", "_export.non_strict_utils", "_subclasses.fake_tensor")
-    logs = [logging.getLogger(f"torch.{name}") for name in names]
+    """Keep torch's own code from printing, logging and warning: errors and guards say what there is to say.
+
+    torch.export prints the graph it had when it failed, logs sizes that it takes as they are, and warns of what a forward
+    assigns to attributes, as every LSTM does; fakes log why an op failed. What the model itself warns of is heard.
+    torch 2.11 to 2.15.
+    """
+    known = logging.root.manager.loggerDict.items()
+    logs = [log for name, log in known if _is_of_torch(name) and isinstance(log, logging.Logger)]
     levels = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.CRITICAL)
     try:
-        with replaced(torch.export._trace, "print", lambda *_, **__: None):
+        with _only_others_warn(), replaced(torch.export._trace, "print", lambda *_, **__: None):
             yield
     finally:
         for log, level in zip(logs, levels, strict=True):
             log.setLevel(level)
+
+
+def _is_of_torch(name: str) -> bool:
+    return name.partition(".")[0] == "torch"
+
+
+@contextmanager
+def _only_others_warn() -> Iterator[None]:
+    """Drop what torch's code warns of in the body, also where warnings are errors; give out other warnings afterwards, each
+    once. Who warns is the frame that calls: where a warning says it belongs (stacklevel) may be anywhere."""
+    heard: dict[tuple[str, type[Warning], str, int], Warning | str] = {}
+
+    def hear(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") == "warnings":
+            frame = frame.f_back
+        if frame is None or not _is_of_torch(str(frame.f_globals.get("__name__"))):
+            heard.setdefault((str(message), category, filename, lineno), message)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = hear
+        yield
+    for (_, category, filename, lineno), message in heard.items():
+        warnings.warn_explicit(message, category, filename, lineno)

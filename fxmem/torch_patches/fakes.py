@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import _meta_registrations
+from torch._subclasses import fake_impls
 
 from fxmem.torch_patches.replacing import patch, replaced
 
@@ -31,6 +32,36 @@ def grouped_matmuls() -> Iterator[None]:
 
     with replaced(_meta_registrations, "_meta_grouped_mm_common", of_any_dtype):
         yield
+
+
+@patch
+@contextmanager
+def ctc_losses() -> Iterator[None]:
+    """Give the CTC loss a fake, which it lacks.
+
+    The table that it saves is as wide as the longest target. Where lengths are tensors that is taken to be the width of
+    the targets, of targets in one row their number: an upper bound. torch 2.11 to 2.15.
+    """
+
+    def forward(
+        _mode: Any, _op: Any, log_probs: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *__: Any, **___: Any
+    ) -> Any:
+        num_steps, num_sequences = log_probs.shape[:2]
+        most = targets.shape[-1] if isinstance(lengths, torch.Tensor) else max(lengths)
+        return log_probs.new_empty(num_sequences), log_probs.new_empty((num_sequences, num_steps, 2 * most + 1))
+
+    def backward(_mode: Any, _op: Any, grad: torch.Tensor, log_probs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+    aten: Any = torch.ops.aten
+    both = ((aten._ctc_loss, forward), (aten._ctc_loss_backward, backward))
+    fakes = {op: kernel for packet, kernel in both for op in (packet.default, packet.Tensor)}
+    fake_impls.op_implementations_dict.update(fakes)
+    try:
+        yield
+    finally:
+        for op in fakes:
+            fake_impls.op_implementations_dict.pop(op, None)
 
 
 @patch

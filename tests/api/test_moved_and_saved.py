@@ -23,7 +23,7 @@ def tight(model: nn.Module, x: Tensor, times: float = 1.0) -> OptimizedModule:
     """Return ``model`` planned for ``x`` in the least memory that fits it, or some times as much."""
     options: dict[str, Any] = {"optimizer": None, "planner": "chen"}
     with pytest.raises(fxmem.InfeasibleBudgetError) as info:
-        fxmem.optimize(model, x, budget=1, **options)
+        fxmem.optimize(model, x, budget="1B", **options)
     return fxmem.optimize(model, x, budget=int(info.value.least_bytes * times), **options)
 
 

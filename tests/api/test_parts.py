@@ -1,15 +1,14 @@
 """A part of a model optimized, and what of a model cannot be captured whole."""
 
 import copy
-import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.api.module import OptimizedModule
 from tests.api.models import WIDTH, assert_same, batch, build, step
 
 # -- a part of a model -------------------------------------------------------------------------------------------------
@@ -48,7 +47,7 @@ def test_a_part_may_be_given_any_value_of_the_model_around_it(way: Callable[[Ten
     eager = Around(way)
     model = copy.deepcopy(eager)
     part = model.part
-    model.part = fxmem.optimize(part, budget=1, optimizer=None, planner="chen")
+    model.part = fxmem.optimize(part, budget="1B", optimizer=None, planner="chen")
     with pytest.raises(fxmem.InfeasibleBudgetError) as info:
         step(model)
     model.part = fxmem.optimize(part, budget=info.value.least_bytes, optimizer=None, planner="chen")
@@ -59,6 +58,9 @@ def test_a_part_may_be_given_any_value_of_the_model_around_it(way: Callable[[Ten
 
 
 # -- what cannot be captured whole -------------------------------------------------------------------------------------
+
+
+QUICK: dict[str, Any] = {"optimizer": None, "planner": "chen"}
 
 
 class Gate(nn.Module):
@@ -93,18 +95,31 @@ class Residual(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_model_that_looks_at_values_is_refused_and_the_advice_works() -> None:
+def test_a_model_that_looks_at_values_is_planned_in_parts_under_one_budget() -> None:
     torch.manual_seed(0)
-    eager = Gated()
-    model = copy.deepcopy(eager)
-    with pytest.raises(fxmem.CaptureError, match=r"in gates\.0 \(test_parts\.py:\d+\)") as info:
-        fxmem.optimize(model, batch())
-    advice = re.findall(r"(model\S* = fxmem\.optimize\(model\S*), \.\.\.\)", str(info.value))
-    assert [line.partition(" ")[0] for line in advice] == ["model.encoder", "model.gates[1]", "model.gates[0].weigh"]
-    for line in advice:
-        exec(f"{line}, optimizer=None, planner='chen')", {"model": model, "fxmem": fxmem})
-    for m in (eager, model):
-        step(m)
-        step(m, -batch())
-    assert_same(eager, model)
-    assert [isinstance(part, OptimizedModule) for part in (model.encoder, *model.gates)] == [True, False, True]
+    eager, x = Gated(), batch()
+    with pytest.warns(UserWarning, match=r"Gated is planned in parts.*encoder, gates\.1.*one budget") as heard:
+        floor = fxmem.optimize(copy.deepcopy(eager), x, **QUICK).fxmem.report.floor_bytes
+    assert len(heard) == 1
+    for budget in ("90%", floor):
+        model = copy.deepcopy(eager)
+        with pytest.warns(UserWarning, match="planned in parts"):
+            optimized = fxmem.optimize(model, x, budget=budget, **QUICK)
+        report = optimized.fxmem.report
+        with fxmem.track(model, x) as memory:
+            output = optimized(x)
+            loss = output.sum()
+            loss.backward()
+        assert memory.peak_bytes == report.predicted_peak_bytes <= report.budget_bytes < report.eager_peak_bytes
+        assert report.dropped_bytes > 0
+        other = copy.deepcopy(eager)
+        expected = other(x)
+        expected.sum().backward()
+        assert torch.equal(output, expected)
+        assert_same(other, model)
+        for m in (other, optimized):  # the other way at the gate
+            step(m, -x)
+        assert_same(other, model)
+    with pytest.raises(fxmem.InfeasibleBudgetError, match="the step of Gated, of which 3 parts are planned") as info:
+        fxmem.optimize(copy.deepcopy(eager), x, budget=floor - 1, **QUICK)
+    assert info.value.least_bytes == floor

@@ -219,7 +219,7 @@ HOOKS = [
 def _tight(model: nn.Module, *args: Tensor) -> Any:
     """Return ``model`` optimized to the least budget that fits."""
     with pytest.raises(fxmem.InfeasibleBudgetError) as info:
-        fxmem.optimize(model, args, budget=1, optimizer=None)
+        fxmem.optimize(model, args, budget="1B", optimizer=None)
     return fxmem.optimize(model, args, budget=info.value.least_bytes, optimizer=None)
 
 

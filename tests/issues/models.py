@@ -39,7 +39,7 @@ def stack(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 def least(model: nn.Module, *args: Any, **options: Any) -> OptimizedModule:
     """Return ``model`` optimized to the least budget that fits."""
     with pytest.raises(fxmem.InfeasibleBudgetError) as info:
-        fxmem.optimize(model, args, budget=1, **options)
+        fxmem.optimize(model, args, budget="1B", **options)
     return fxmem.optimize(model, args, budget=info.value.least_bytes, **options)
 
 

@@ -62,7 +62,7 @@ def pair(make: Callable[[], nn.Module] = Net, batch: Tensor | None = None) -> tu
     model = make()
     options: dict[str, Any] = {"optimizer": None, "loss_fn": loss_of, "planner": "intervals"}
     with pytest.raises(fxmem.InfeasibleBudgetError) as info:
-        fxmem.optimize(model, x, budget=1, **options)
+        fxmem.optimize(model, x, budget="1B", **options)
     optimized = fxmem.optimize(model, x, budget=info.value.least_bytes, **options)
     assert optimized.plan.dropped
     return eager, optimized, x
