@@ -30,7 +30,18 @@ def batch() -> torch.Tensor:
 
 def options_of(entry_point: Callable[..., Any]) -> dict[str, Any]:
     parameters = inspect.signature(entry_point).parameters.values()
-    own = {"plan_for", "budget_mb", "model", "example_args", "example_kwargs", "budget", "budget_gb", "device"}
+    own = {
+        "plan_for",
+        "budget_mb",
+        "methods",
+        "shapes",
+        "model",
+        "example_args",
+        "example_kwargs",
+        "budget",
+        "budget_gb",
+        "device",
+    }
     return {p.name: p.default for p in parameters if p.name not in own}
 
 

@@ -167,7 +167,7 @@ def test_restore_returns_the_model_that_was_given() -> None:
 def test_an_error_leaves_a_model_that_was_to_be_changed_as_it_was() -> None:
     model = build()
     with pytest.raises(fxmem.InfeasibleBudgetError):
-        fxmem.optimize_(model, batch(), budget=1, **QUICK)
+        fxmem.optimize_(model, batch(), budget=1000, **QUICK)
     assert type(model) is Net
     assert fxmem.optimize_(model, batch(), **QUICK).fxmem.is_planned
 
