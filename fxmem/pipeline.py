@@ -35,6 +35,7 @@ from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
 from fxmem.profiling.profile import Profiled
+from fxmem.profiling.training_step import ONCE
 from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
 from fxmem.report.peak import place_of
@@ -83,7 +84,7 @@ def compile_model(
         profiled = with_times(profiled, context)
         planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
         emitted = emit_within_budget(profiled, context, planned.points)
-    eager = eager_step(context.model, captured, context.inputs, settings.step, profiled.seen)
+    eager = eager_step(context.model, captured, context.inputs, context.step, profiled.seen)
     report = build_report(
         profiled.profile,
         emitted.point,
@@ -103,6 +104,15 @@ def compile_model(
         cuda=emitted.cuda,
     )
     return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned)
+
+
+def peak_of(compiled: Compiled, context: CompileContext) -> int:
+    """Return the peak in bytes of the step that ``context`` asks for, under what is compiled for perhaps another one."""
+    graph, captured, timeline = compiled.graph_module, compiled.captured, compiled.report.timeline
+    with as_in_training():
+        verification, events = verify(graph, captured, context.inputs, timeline, context.step)
+    on_cuda = any(p.is_cuda for p in captured.parameters)
+    return bound_bytes(verification.verified_bytes, events.peaks() if on_cuda else None, context.settings)
 
 
 # -- profiles and frontiers ------------------------------------------------------------------------------------------
@@ -260,6 +270,8 @@ def emit_within_budget(profiled: Profiled, context: CompileContext, points: tupl
 def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
     """Where what the budget bounds exceeds it though the planned peak did not, take a point that much lower."""
     budget_bytes = context.settings.budget_bytes
+    if budget_bytes is not None and context.step.loop != ONCE:
+        return _emit_in_loop(profiled, context, points, budget_bytes)
     limit_bytes = points[0].peak_bytes if budget_bytes is None else budget_bytes
     while (point := cheapest_within(points, limit_bytes)) is not None:
         emitted = _emit(profiled, context, point)
@@ -269,12 +281,29 @@ def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[Fr
     return None
 
 
+def _emit_in_loop(
+    profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint], budget_bytes: int
+) -> Emitted | None:
+    """As :func:`_emit_cheapest`, where a step holds more than its plan's peak by bytes that fall with it: by bisection."""
+    within = sorted((p for p in points if p.peak_bytes <= budget_bytes), key=lambda point: point.peak_bytes)
+    best: Emitted | None = None
+    low, high = 0, len(within)
+    while low < high:
+        middle = (low + high) // 2
+        emitted = _emit(profiled, context, within[middle])
+        if emitted.bound_bytes <= budget_bytes:
+            best, low = emitted, middle + 1
+        else:
+            high = middle
+    return best
+
+
 def _emit(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> Emitted:
     stage("checking the plan")
     check_plan(profiled.profile, point.plan)
     timeline = simulate(profiled.profile, point.plan)
     graph_module = run_passes(profiled.captured, (Emit(point.plan),), context).graph_module
-    step = context.settings.step
+    step = context.step
     verification, events = verify(graph_module, profiled.captured, context.inputs, timeline, step, profiled.seen)
     cuda = events.peaks() if _is_on_cuda(profiled) else None
     bound = bound_bytes(verification.verified_bytes, cuda, context.settings)

@@ -190,7 +190,7 @@ def current_backward_node() -> object | None:
     return cast(object, torch._C._current_autograd_node())
 
 
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """True in a backward that retains its graph, and outside of any."""
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
@@ -200,7 +200,7 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Have ``call`` called when the backward that runs in this thread has ended, and let go of it then, or where that
     backward fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def sequence_of(node: Any) -> int | None:

@@ -25,6 +25,7 @@ from fxmem.ir import Plan
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
+from fxmem.profiling.training_step import TrainingStep
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
@@ -34,7 +35,7 @@ from fxmem.torch_patches import as_in_training
 MANY_SPECIALIZATIONS = MANY_STATES = MANY_CONSTANTS = 8
 """Of one signature, by the values of inputs, of a model, by its attributes, or of its arguments that are no tensors: here
 the user hears that planning each takes time."""
-TO_THE_CALL = 9
+TO_THE_CALL = 10
 """Frames from a warning to the line that calls the model: ours, those of ``torch.compiler.disable`` and ``nn.Module``."""
 
 
@@ -61,6 +62,16 @@ class CompileCache:
         self._compiled: dict[tuple[Any, ...], list[Compiled]] = {}
         self._families: dict[tuple[Any, ...], _Family] = {}
         self._constants: set[Any] = set()
+
+    def for_step(self, step: TrainingStep) -> CompileCache:
+        """Return a cache for another step of the same model, which shares captured graphs with this one."""
+        other = CompileCache(self._model, replace(self._settings, step=step))
+        other._families = dict(self._families)
+        return other
+
+    def raise_budget(self, budget_bytes: int) -> None:
+        """Plan within this budget from now on."""
+        self._settings = replace(self._settings, budget_bytes=budget_bytes)
 
     @property
     def specializations(self) -> list[int]:
@@ -155,6 +166,7 @@ class CompileCache:
 
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
+        self._settings = self._settings.seen_with(inputs.leaves)
         key = self._signature(inputs, autocast, with_sizes=False)
         family: _Family | None = self._families.get(key)
         captured: CaptureGraph | None = None

@@ -72,7 +72,7 @@ class Question:
             graph = fitting(self.dynamic_graph(), context.model, other.inputs)
             if budget_bytes is None:
                 seen = None if other.base is None else other.base.seen
-                return self.bound_bytes(eager_step(context.model, graph, other.inputs, context.settings.step, seen))
+                return self.bound_bytes(eager_step(context.model, graph, other.inputs, other.step, seen))
             return least_bytes_within(profile_for_short_memory(graph, other), other, self.planned, budget_bytes)
 
     def bound_bytes(self, ran: FakeStep) -> int:
@@ -203,7 +203,7 @@ def _estimate(question: Question) -> Estimate:
         captured = capture(model, inputs, context.autocast)
         profiled = context.profile_of(captured)
         short = profile_for_short_memory(captured, context)
-        eager = eager_step(model, captured, inputs, settings.step, profiled.seen)
+        eager = eager_step(model, captured, inputs, context.step, profiled.seen)
         points = frontier_of(short.profile, settings)
         least_bytes = floor_bytes(short, context, points)
     timeline = simulate(profiled.profile, keep_all(profiled.profile), with_steps=True)

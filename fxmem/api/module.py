@@ -28,7 +28,7 @@ from fxmem.api.arguments import (
     with_options,
 )
 from fxmem.api.budget import parse_budget
-from fxmem.api.compile_cache import CompileCache
+from fxmem.api.loop_plans import LoopPlans
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.capture.guards import REGISTRIES
 from fxmem.devices import DeviceModel, device_named
@@ -96,7 +96,7 @@ class Namespace:
 
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
         self.original, self.settings = original, settings
-        self.plans = CompileCache(original, settings)
+        self.plans = LoopPlans(original, settings)
         self._elsewhere: tuple[Plan, Report] | None = None
         """What was planned for a GPU that need not be here."""
 
@@ -255,8 +255,11 @@ class OptimizedModule(torch.nn.Module):
             )
         original = self._fxmem.original
         inputs = Inputs.of(args, kwargs, original)
-        compiled = self._fxmem.compiled_for(inputs, Autocast.of(device_of(original).type))
-        return compiled.captured.call(compiled.graph_module, inputs.leaves)
+        plans = self._fxmem.plans
+        compiled = plans.for_call(inputs, Autocast.of(device_of(original).type))
+        leaves = compiled.captured.run(compiled.graph_module, inputs.leaves)
+        plans.note(leaves)
+        return compiled.captured.unflatten(leaves)
 
     @property
     def training(self) -> bool:
