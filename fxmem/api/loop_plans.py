@@ -9,7 +9,9 @@ went over the budget, or no plan keeps it, one warning tells its peak and what t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +19,19 @@ import torch
 
 from fxmem.api.arguments import check_alone
 from fxmem.api.compile_cache import TO_THE_CALL, CompileCache
-from fxmem.api.step_watch import StepWatch
+from fxmem.api.step_watch import CALL, Call, StepWatch
 from fxmem.capture.graph import Inputs
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import Phase, Plan
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, peak_of
+from fxmem.profiling.criterion import Criterion, nodes_under, seen_in
+from fxmem.profiling.storage_tracker import has_storage
 from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
+from fxmem.torch_patches import graphs_shown_to
+from fxmem.torch_private import storage_key
 
 NUM_LOOKED_AT = 4
 """Parameters that are asked whether they have a gradient, spread over the model."""
@@ -47,6 +53,10 @@ class LoopPlans:
         self._roomy: dict[int, int] = {}
         """By id of what is compiled: bytes that its forward leaves of the budget."""
         self._warned: set[str] = set()
+        self._is_loss_unknown = settings.step.loss_fn is None
+        self._looking_at: Callable[[], Call | None] = lambda: None
+        self._criterion: Criterion | None = None
+        """What was seen of a loss that nobody told of, and is not planned for yet."""
 
     # -- as a CompileCache is used --------------------------------------------------------------------------------------
 
@@ -75,10 +85,12 @@ class LoopPlans:
 
     # -- training calls --------------------------------------------------------------------------------------------------
 
-    def note(self, leaves: Iterable[Any]) -> None:
+    def note(self, inputs: Inputs, leaves: Sequence[Any]) -> None:
         """Note the outputs of a training call."""
         if self._settings.budget_bytes is not None:
-            self._watch.note(leaves)
+            call = self._watch.note(leaves)
+            if self._is_loss_unknown:
+                self._look_for_loss(call, inputs, leaves)
 
     def for_call(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for a training call, compiling it on first sight. Errors: as :func:`fxmem.optimize` tells
@@ -87,18 +99,21 @@ class LoopPlans:
             self._watch.look()
             return self._compiled(self._settings.step, inputs, autocast)
         held_bytes, loop = self._watch.look(), self._watch.loop
-        if loop is not self._seen:
+        if loop is not self._seen or self._criterion is not None:
             self._seen = loop
-            grown = _grown(self._step.loop, loop)
-            if grown != self._step.loop:
+            grown = replace(self._step, loop=_grown(self._step.loop, loop))
+            if self._criterion is not None:
+                grown, self._criterion = replace(grown, loss_fn=self._criterion), None
+            if grown != self._step:
                 self._turn_to(grown, inputs, autocast)
         step = self._step
         if not step.accumulate and self._gradients_are_there():
             step = replace(step, accumulate=True)
         compiled = self._compiled(step, inputs, autocast)
         if held_bytes and not step.loop.carried and held_bytes > self._room(compiled):
-            self._turn_to(replace(step.loop, carried=True, keeps_output=True), inputs, autocast)
-            compiled = self._compiled(replace(step, loop=self._step.loop), inputs, autocast)
+            loop = replace(step.loop, carried=True, keeps_output=True)
+            self._turn_to(replace(self._step, loop=loop), inputs, autocast)
+            compiled = self._compiled(replace(step, loop=loop), inputs, autocast)
         return compiled
 
     def _compiled(self, step: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> Compiled:
@@ -121,22 +136,46 @@ class LoopPlans:
             )
             return cache.make(inputs, autocast)
 
-    def _turn_to(self, loop: Loop, inputs: Inputs, autocast: Autocast | None) -> None:
-        """Plan for ``loop`` from now on; warn if the step that showed it went over the budget."""
-        before, self._step = self._step, replace(self._step, loop=loop)
+    def _look_for_loss(self, call: Call, inputs: Inputs, leaves: Sequence[Any]) -> None:
+        """Have the first backward looked at that reaches the outputs of ``call``, one call at a time."""
+        if self._looking_at() is not None:
+            return
+        self._looking_at = weakref.ref(call)
+        keys = {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        own = (*inputs.tensors, *self._model.parameters(), *self._model.buffers())
+        known = {storage_key(tensor) for tensor in own if has_storage(tensor)}
+        plans, stack, reference = weakref.ref(self), ExitStack(), self._looking_at
+
+        def show(roots: Sequence[Any]) -> None:
+            alive, here = reference(), plans()
+            if alive is None or here is None or not here._is_loss_unknown:
+                stack.close()
+            elif any(
+                node.metadata.get(CALL) is alive for node in nodes_under(roots, lambda node: CALL in node.metadata)
+            ):
+                stack.close()
+                here._is_loss_unknown = False
+                with suppress(Exception):  # what cannot be told is not known; the backward itself goes on
+                    here._criterion = seen_in(roots, lambda node: CALL in node.metadata, keys, known)
+
+        stack.enter_context(graphs_shown_to(show))
+        weakref.finalize(self, stack.close)
+
+    def _turn_to(self, to: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> None:
+        """Plan for step ``to`` from now on; warn if the one that showed it went over the budget."""
+        before, self._step = self._step, to
         if self._gradients_are_there():
-            before = replace(before, accumulate=True)
+            before, to = replace(before, accumulate=True), replace(to, accumulate=True)
         cache = self._caches.get(before, self._asked)
         earlier = cache.find(inputs, autocast)
         if earlier is None:
             return
-        step = replace(before, loop=loop)
-        settings = replace(self._settings, step=step)
+        settings = replace(self._settings, step=to)
         peak_bytes = peak_of(earlier, CompileContext(self._model, inputs, settings, autocast))
         if peak_bytes > (self._settings.budget_bytes or peak_bytes):
-            new = self._compiled(step, inputs, autocast)
+            new = self._compiled(to, inputs, autocast)
             rest = f"from now on it is planned for, with a peak of {_mb(new.report.predicted_peak_bytes)}"
-            self._warn(_said_of(before, step), peak_bytes, new.report.predicted_peak_bytes, rest, step)
+            self._warn(_said_of(before, to), peak_bytes, new.report.predicted_peak_bytes, rest, to)
 
     def _warn(self, what: str, seen_bytes: int | None, planned_bytes: int, rest: str, step: TrainingStep) -> None:
         """Warn, once of each thing seen. ``seen_bytes``: the peak that a step had."""
@@ -191,6 +230,8 @@ def _said_of(asked: TrainingStep, step: TrainingStep) -> str:
     parts = []
     if step.accumulate and not asked.accumulate:
         parts.append("gradients are there as the forward begins (micro-batches, or zero_grad(set_to_none=False))")
+    if isinstance(step.loss_fn, Criterion) and not isinstance(asked.loss_fn, Criterion):
+        parts.append("the loss is computed outside of the model")
     loop, known = step.loop, asked.loop
     if loop.forwards != known.forwards:
         parts.append(f"{loop.forwards} forwards are alive before a backward")
@@ -203,6 +244,7 @@ def _said_of(asked: TrainingStep, step: TrainingStep) -> str:
 
 def _option_for(asked: TrainingStep, step: TrainingStep) -> str:
     parts = ["accumulate=True"] if step.accumulate and not asked.accumulate else []
+    parts += ["loss_fn=..., targets=..."] if isinstance(step.loss_fn, Criterion) else []
     if step.loop != asked.loop:
         default = Loop()
         changed = {n: getattr(step.loop, n) for n in default.__slots__ if getattr(step.loop, n) != getattr(default, n)}

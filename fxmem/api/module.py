@@ -258,7 +258,7 @@ class OptimizedModule(torch.nn.Module):
         plans = self._fxmem.plans
         compiled = plans.for_call(inputs, Autocast.of(device_of(original).type))
         leaves = compiled.captured.run(compiled.graph_module, inputs.leaves)
-        plans.note(leaves)
+        plans.note(inputs, leaves)
         return compiled.captured.unflatten(leaves)
 
     @property

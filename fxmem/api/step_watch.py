@@ -20,6 +20,9 @@ MOST_OUTPUTS = 16
 MOST_BACKWARDS = 2
 """Through one graph that are told apart: what retains it is there in each after the first."""
 
+CALL = "fxmem's call"
+"""Under what an output's node holds the :class:`Call`."""
+
 
 class Call:
     """One training call, for as long as its graph is there: autograd owns it."""
@@ -88,7 +91,7 @@ class StepWatch:
         backwards = max(self.loop.backwards, min(call.num_backwards, MOST_BACKWARDS))
         self.loop = _with(self.loop, backwards=backwards, keeps_output=keeps_output)
 
-    def note(self, leaves: Iterable[Any]) -> None:
+    def note(self, leaves: Iterable[Any]) -> Call:
         """Note the outputs of a call."""
         call, nodes = Call(self._note_backward), set()
         for leaf in leaves:
@@ -97,12 +100,14 @@ class StepWatch:
                 if node not in nodes:
                     nodes.add(node)
                     node.register_prehook(call.begin)
+                    node.metadata[CALL] = call
                     storage = leaf.untyped_storage()
                     call.held.append((weakref.ref(storage), storage.nbytes()))
                 if len(nodes) == MOST_OUTPUTS:
                     break
         if nodes:
             self._calls.append(weakref.ref(call))
+        return call
 
 
 def _with(loop: Loop, **changes: Any) -> Loop:
