@@ -8,6 +8,7 @@ went over the budget, or no plan keeps it, one warning tells its peak and what t
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -157,6 +158,7 @@ class LoopPlans:
                 here._is_loss_unknown = False
                 with suppress(Exception):  # what cannot be told is not known; the backward itself goes on
                     here._criterion = seen_in(roots, lambda node: CALL in node.metadata, keys, known)
+                gc.collect()  # what is left of looking would hold what the graph has saved
 
         stack.enter_context(graphs_shown_to(show))
         weakref.finalize(self, stack.close)

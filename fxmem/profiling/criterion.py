@@ -7,6 +7,8 @@ graph are called with fake gradients. What its forward takes for a moment is not
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +16,8 @@ from typing import Any
 
 import torch
 
-from fxmem.profiling.storage_tracker import StorageTracker
-from fxmem.torch_private import FakeTensorMode, num_gradients_of, storage_key, tree_leaves
+from fxmem.profiling.storage_tracker import StorageTracker, has_storage
+from fxmem.torch_private import FakeTensorMode, num_gradients_of, storage_key, tree_leaves, without_modes
 
 MOST_NODES = 20_000
 """Of a graph outside of the model; what is larger is not looked at."""
@@ -32,6 +34,9 @@ class Criterion:
     """What its graph keeps, beside the outputs and what else was there."""
     peak_bytes: int
     """The most that its backward has, what is saved and the gradients of outputs among it."""
+    loss_bytes: int
+    """What stays to the end of the step: the storage that the loss lies on, which is a large one for some criteria, and
+    targets."""
     left_bytes: int
     """Gradients of other parameters, which stay."""
     saves_outputs: bool
@@ -55,7 +60,8 @@ class _StandIn(torch.autograd.Function):
         ctx.saved = torch.empty(round(criterion.saved_bytes * ctx.scale), dtype=torch.uint8, device=device)
         if criterion.saves_outputs:
             ctx.save_for_backward(*outputs)
-        return torch.zeros((), dtype=outputs[0].dtype, device=device)
+        number = round(criterion.loss_bytes * ctx.scale) // outputs[0].itemsize
+        return torch.empty(max(1, number), dtype=outputs[0].dtype, device=device)[0].detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -83,16 +89,22 @@ def seen_in(
     inner = [node for node in order if not is_output(node)]
     if not inner or len(inner) == len(order):
         return None
-    saved = {node: _saved_by(node) for node in inner}
-    sizes = {key: nbytes for storages in saved.values() for key, nbytes in storages.items()}
-    own = {key: nbytes for key, nbytes in sizes.items() if key not in output_keys and key not in known}
-    gradients, peak_bytes = _fake_backward(roots, order, is_output, saved, own)
+    targets: dict[int, int] = {}
+    saved = {node: _saved_by(node, targets) for node in inner}
+    sizes = {key: t.untyped_storage().nbytes() for tensors in saved.values() for key, t in tensors.items()}
+    losses = {storage_key(root): root.untyped_storage().nbytes() for root in roots if has_storage(root)}
+    losses |= {key: nbytes for key, nbytes in targets.items() if key not in output_keys and key not in known}
+    counted = {*output_keys, *known, *losses}
+    own = {key: nbytes for key, nbytes in sizes.items() if key not in counted}
+    with without_modes():  # which would see what is only on fakes
+        gradients, peak_bytes = _fake_backward(roots, order, is_output, saved, own)
     of_outputs = [g for node, given in gradients.items() if is_output(node) for g in given if g is not None]
     of_leaves = [g for node, given in gradients.items() if not is_output(node) for g in given if g is not None]
     return Criterion(
         output_bytes=sum(g.numel() * g.itemsize for g in of_outputs),
         saved_bytes=sum(own.values()),
         peak_bytes=peak_bytes,
+        loss_bytes=sum(losses.values()),
         left_bytes=sum(g.untyped_storage().nbytes() for g in of_leaves),
         saves_outputs=any(key in output_keys for key in sizes),
         is_dense=any(g.untyped_storage().nbytes() > g.itemsize for g in of_outputs),
@@ -107,15 +119,20 @@ def _fake_backward(
     roots: Sequence[Any],
     order: Sequence[Any],
     is_output: IsOutput,
-    saved: dict[Any, dict[int, int]],
+    saved: dict[Any, dict[int, torch.Tensor]],
     own: dict[int, int],
 ) -> tuple[Gradients, int]:
     """Return the gradients that outputs and leaves are given, and the most bytes there are, those of ``own`` among them
     until the last node has run that saved them."""
-    holders = Counter(key for storages in saved.values() for key in storages)
+    holders = Counter(key for tensors in saved.values() for key in tensors)
     live_bytes = peak_bytes = sum(own.values())
     gradients: Gradients = {}
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), StorageTracker() as tracker:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.no_grad():
+        fakes = [mode.from_tensor(tensor.detach()) for tensors in saved.values() for tensor in tensors.values()]
+    with torch.no_grad(), mode, StorageTracker() as tracker:
+        for fake in fakes:
+            tracker.serial(fake)  # weighs nothing here
         for root in roots:
             if isinstance(root, torch.Tensor) and root.grad_fn is not None:
                 _add(gradients, root.grad_fn, root.output_nr, torch.empty_like(root))
@@ -174,9 +191,27 @@ def _after(node: Any, is_output: IsOutput) -> Iterator[Any]:
     return iter(()) if is_output(node) else (after for after, _ in node.next_functions if after is not None)
 
 
-def _saved_by(node: Any) -> dict[int, int]:
-    """Return the storages that ``node`` has saved, by key, and their bytes."""
+def _saved_by(node: Any, targets: dict[int, int]) -> dict[int, torch.Tensor]:
+    """Return what ``node`` has saved, by key of its storage; add to ``targets`` what the caller refers to as well."""
     names = [name for name in dir(node) if name.startswith("_saved_")]
-    values = [getattr(node, name) for name in names] if names else getattr(node, "saved_tensors", ())
-    tensors = [t for t in tree_leaves(list(values)) if isinstance(t, torch.Tensor)]
-    return {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
+    found: dict[int, torch.Tensor] = {}
+    for name in names or ("saved_tensors",):
+        is_known = _references(node, name) > _references_if_alone()
+        value = getattr(node, name, None)
+        found |= {storage_key(tensor): tensor for tensor in tree_leaves(value) if has_storage(tensor)}
+        if is_known and has_storage(value) and value.is_leaf:
+            targets[storage_key(value)] = value.untyped_storage().nbytes()
+    return found
+
+
+def _references(node: Any, name: str) -> int:
+    """Return how many references Python has to what ``node`` has saved under ``name``."""
+    return sys.getrefcount(getattr(node, name, None))
+
+
+@functools.cache
+def _references_if_alone() -> int:
+    """Return how many there are where only the node refers to it."""
+    with without_modes(), torch.enable_grad():
+        node = (torch.zeros(1, requires_grad=True) * torch.ones(1)).grad_fn
+    return _references(node, "_saved_other")

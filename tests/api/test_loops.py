@@ -13,20 +13,21 @@ import fxmem
 from fxmem.api.module import OptimizedModule
 from tests.exactness import same_bits
 
-ROWS, WIDTH, LAYERS = 64, 16, 6
+ROWS, WIDTH, LAYERS, CLASSES = 64, 16, 6, 200
 BATCHES = tuple(torch.randn(ROWS, WIDTH) for _ in range(2))
 Step = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], None]
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, classes: int = WIDTH) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, classes) if classes != WIDTH else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = F.gelu(layer(x)).sin()
-        return x
+        return self.head(x)
 
 
 def total(output: Tensor) -> Tensor:
@@ -75,10 +76,10 @@ def graph_left(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[s
     optimizer.zero_grad()
 
 
-def made(share: float, **options: Any) -> tuple[OptimizedModule, torch.optim.Optimizer]:
+def made(share: float, classes: int = WIDTH, **options: Any) -> tuple[OptimizedModule, torch.optim.Optimizer]:
     """Return a model whose budget for one forward and one backward lies at this share between floor and eager peak."""
     torch.manual_seed(0)
-    model = Net()
+    model = Net(classes)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     asked: dict[str, Any] = {"optimizer": optimizer, "loss_fn": total, "cost": "cpu", "planner": "intervals", **options}
     estimate = fxmem.estimate(model, BATCHES[0], **{**asked, "loop": fxmem.Loop()})
@@ -87,11 +88,11 @@ def made(share: float, **options: Any) -> tuple[OptimizedModule, torch.optim.Opt
 
 
 def peaks(
-    model: OptimizedModule, optimizer: torch.optim.Optimizer, step: Step, number: int = 4
+    model: OptimizedModule, optimizer: torch.optim.Optimizer, step: Step, number: int = 4, targets: Tensor | None = None
 ) -> tuple[list[int], list[str]]:
     """Return the peaks of steps, and what was warned of. A step before which something is planned runs once more."""
     names: dict[str, Any] = {}
-    used = BATCHES[:2] if step is siamese else BATCHES[:1]
+    used = (BATCHES[:2] if step is siamese else BATCHES[:1], targets)
     found, said = [], []
     for _ in range(number):
         with warnings.catch_warnings(record=True) as caught, fxmem.track(model, optimizer, used) as memory:
@@ -164,7 +165,7 @@ def test_what_is_planned_for_on_the_way_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("criterion", [F.cross_entropy, F.mse_loss, "contrastive"])
 def test_a_loss_outside_of_the_model_is_seen_and_planned_for(criterion: Any) -> None:
-    targets = torch.randint(WIDTH, (ROWS,)) if criterion is F.cross_entropy else torch.randn(ROWS, WIDTH)
+    targets = torch.randint(CLASSES, (ROWS,)) if criterion is F.cross_entropy else torch.randn(ROWS, CLASSES)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
         output = model(BATCHES[0])
@@ -179,9 +180,9 @@ def test_a_loss_outside_of_the_model_is_seen_and_planned_for(criterion: Any) -> 
         optimizer.step()
         optimizer.zero_grad()
 
-    model, optimizer = made(0.05, loss_fn=None)
+    model, optimizer = made(0.05, CLASSES, loss_fn=None)
     budget = model.fxmem.settings.budget_bytes
-    found, said = peaks(model, optimizer, step)
+    found, said = peaks(model, optimizer, step, targets=None if criterion == "contrastive" else targets)
     assert len(said) == 1
     assert "the loss is computed outside of the model" in said[0]
     told = int(said[0].partition("the step's peak is ")[2].partition(" ")[0])
