@@ -51,6 +51,10 @@ PASSES_FOR_SHORT_MEMORY: tuple[Pass, ...] = (CompressSaved(),)
 """Then, of those whose step does not fit its budget as it is: these cost time."""
 
 
+MOST_TRIED = 6
+"""Points that are emitted where the least of a loop is looked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """One signature, compiled."""
@@ -259,9 +263,9 @@ def emit_within_budget(profiled: Profiled, context: CompileContext, points: tupl
     """Emit the cheapest point whose *verified* peak is within the budget. Errors: ``InfeasibleBudgetError``."""
     emitted = _emit_cheapest(profiled, context, points)
     if emitted is None:  # what comes on top of a planned peak differs from point to point: the least may fit still
-        emitted = _emit(profiled, context, least_of(points))
         budget_bytes = context.settings.budget_bytes
         assert budget_bytes is not None
+        emitted = _emit_least(profiled, context, points)
         if emitted.bound_bytes > budget_bytes:
             raise _infeasible(profiled.profile, emitted, budget_bytes)
     return emitted
@@ -281,6 +285,15 @@ def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[Fr
     return None
 
 
+def _emit_least(profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint]) -> Emitted:
+    """Emit the point of the least peak; in a loop, whose peaks fall otherwise, the least of some in the lower half."""
+    if context.step.loop == ONCE:
+        return _emit(profiled, context, least_of(points))
+    lower = sorted(points, key=lambda point: point.peak_bytes)[: max(1, len(points) // 2)]
+    tried = lower[:: max(1, len(lower) // MOST_TRIED)]
+    return min((_emit(profiled, context, point) for point in tried), key=lambda emitted: emitted.bound_bytes)
+
+
 def _emit_in_loop(
     profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint], budget_bytes: int
 ) -> Emitted | None:
@@ -295,6 +308,9 @@ def _emit_in_loop(
             best, low = emitted, middle + 1
         else:
             high = middle
+    if best is None and within:
+        least = _emit_least(profiled, context, within)
+        best = least if least.bound_bytes <= budget_bytes else None
     return best
 
 

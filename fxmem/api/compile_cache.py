@@ -64,10 +64,14 @@ class CompileCache:
         self._constants: set[Any] = set()
 
     def for_step(self, step: TrainingStep) -> CompileCache:
-        """Return a cache for another step of the same model, which shares captured graphs with this one."""
-        other = CompileCache(self._model, replace(self._settings, step=step))
+        """Return a cache for another step of the same model, which shares captured graphs and targets with this one."""
+        other = CompileCache(self._model, replace(self._settings, step=self.with_targets(step)))
         other._families = dict(self._families)
         return other
+
+    def with_targets(self, step: TrainingStep) -> TrainingStep:
+        """Return ``step`` with this cache's targets, and the inputs that they are an example for."""
+        return replace(step, targets=self._settings.step.targets)
 
     def raise_budget(self, budget_bytes: int) -> None:
         """Plan within this budget from now on."""

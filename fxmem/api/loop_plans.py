@@ -172,7 +172,7 @@ class LoopPlans:
         earlier = cache.find(inputs, autocast)
         if earlier is None:
             return
-        settings = replace(self._settings, step=to)
+        settings = replace(self._settings, step=self._asked.with_targets(to))
         peak_bytes = peak_of(earlier, CompileContext(self._model, inputs, settings, autocast))
         if peak_bytes > (self._settings.budget_bytes or peak_bytes):
             new = self._compiled(to, inputs, autocast)

@@ -96,7 +96,7 @@ class StepWatch:
         call, nodes = Call(self._note_backward), set()
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                node = leaf.grad_fn
+                node: Any = leaf.grad_fn
                 if node not in nodes:
                     nodes.add(node)
                     node.register_prehook(call.begin)
