@@ -21,7 +21,7 @@ from fxmem.errors import (
 )
 from fxmem.ir import Phase, Plan, Timeline, TimelineStep, Verification
 from fxmem.profiling.caching_allocator import AllocatorPeaks
-from fxmem.profiling.training_step import TrainingStep
+from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.progress import log_to_stderr
 from fxmem.report.peak import Breakdown, Place
 from fxmem.report.text import Report, Row
@@ -42,6 +42,7 @@ __all__ = [
     "FxMemModule",
     "InfeasibleBudgetError",
     "InputError",
+    "Loop",
     "Measurement",
     "NotPlannedError",
     "OptimizedModule",

@@ -28,10 +28,11 @@ from torch import fx
 
 from fxmem.capture.advice import Part, capturable_parts, num_elements
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
+from fxmem.emitted import Emitted, bound_bytes, emit_point
 from fxmem.errors import CaptureError, InfeasibleBudgetError
 from fxmem.ir import FrontierPoint, StaticBytes
 from fxmem.passes.context import CompileContext, Settings
-from fxmem.pipeline import Compiled, Emitted, bound_bytes, emit_point, frontier_of, profile_for_short_memory
+from fxmem.pipeline import Compiled, frontier_of, profile_for_short_memory
 from fxmem.planners.simulate import drop_all, simulate
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.training_step import BARE
@@ -40,6 +41,7 @@ from fxmem.progress import stage
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import calls_run_by
+from fxmem.torch_private import tree_leaves
 
 TO_THE_CALL = 11
 """Frames from the warning to the line that calls the model, as in :mod:`fxmem.api.compile_cache`."""
@@ -60,11 +62,12 @@ class PartsGraph:
     parameters: tuple[torch.nn.Parameter, ...]
     dynamic: Dims = frozenset()
 
-    def call(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> Any:
-        """Return the model's output."""
+    def run(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """Return the model's output and its leaves."""
         args, kwargs = Inputs(tuple(leaves), self.spec).call()
         with self._running():
-            return self.model(*args, **kwargs)
+            output = self.model(*args, **kwargs)
+        return output, tree_leaves(output)
 
     def serves(self, inputs: Inputs) -> bool:
         """True: the model itself looks at values."""
@@ -136,7 +139,7 @@ class _Search:
         """Return the step of the whole; of the model as it is, where nothing is ``emitted``."""
         context = self.context
         runs = [(p.part.module, p.profiled.captured, e.graph_module) for p, e in zip(self.parts, emitted, strict=False)]
-        return step_in_parts(context.model, runs, context.inputs, context.settings.step, context.autocast, self.answer)
+        return step_in_parts(context.model, runs, context.inputs, context.step, context.autocast, self.answer)
 
     def bound_of(self, ran: FakeStep) -> int:
         """Return what a budget bounds of a step."""
@@ -211,9 +214,10 @@ def _said(model: torch.nn.Module, parts: Sequence[_PlannedPart], refused: Captur
     share = num_elements(*(p.part.module for p in parts)) / num_elements(model)
     paths = [p.part.path for p in parts]
     named = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
+    why = str(refused).partition(". ")[0].rstrip(".")
     return (
         f"{type(model).__name__} is planned in parts, not as a whole: {len(parts)} with {share:.0%} of its parameters "
-        f"({named}), under one budget for all of the step; the rest runs as it is. Why: {str(refused).partition('. ')[0].rstrip('.')}."
+        f"({named}), under one budget for all of the step; the rest runs as it is. Why: {why}."
     )
 
 

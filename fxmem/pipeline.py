@@ -6,7 +6,6 @@ In: a :class:`CompileContext`, which holds a model, one call's inputs and what t
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,28 +16,36 @@ from torch import fx
 
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph
-from fxmem.errors import InfeasibleBudgetError
-from fxmem.ir import FrontierPoint, GraphProfile, Plan, Timeline, Verification
+from fxmem.emitted import (
+    Emitted,
+    bound_bytes,
+    emit_if_all_fits,
+    emit_point,
+    emit_taken_over,
+    emit_within_budget,
+    is_on_cuda,
+    keeping_all,
+    least_of,
+    with_budget,
+)
+from fxmem.ir import FrontierPoint, GraphProfile, Plan
 from fxmem.passes.compress_saved import CompressSaved, notes_of
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.passes.contract import Pass, run_passes
-from fxmem.passes.emit import Emit
 from fxmem.passes.inplace import Inplace
 from fxmem.planners import frontier_cache
 from fxmem.planners.bound import lower_bound
-from fxmem.planners.pareto import cheapest_within, pareto
+from fxmem.planners.pareto import pareto
 from fxmem.planners.plan_check import check_plan
-from fxmem.planners.plan_transfer import Planned, carried_over, counterparts, of_same_graph, taken_over
+from fxmem.planners.plan_transfer import Planned, carried_over, of_same_graph
 from fxmem.planners.policy import constrain, enforce
 from fxmem.planners.registry import PLANNERS
-from fxmem.planners.simulate import keep_all, simulate
-from fxmem.profiling.caching_allocator import AllocatorPeaks
-from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
+from fxmem.planners.simulate import simulate
+from fxmem.profiling.op_benchmark import with_measured_times
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
-from fxmem.profiling.verify import FakeStep, eager_step, verify
+from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
-from fxmem.report.peak import place_of
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
 from fxmem.torch_patches import as_in_training
@@ -84,7 +91,7 @@ def compile_model(
     stage("profiling")
     graph = run_passes(captured, PASSES, context)
     profiled, planned = context.profile_of(graph), None
-    eager = eager_step(context.model, captured, context.inputs, settings.step, profiled.seen)
+    eager = eager_step(context.model, captured, context.inputs, context.step, profiled.seen)
     context = with_budget(context, eager, profiled)
     settings = context.settings
     emitted = emit_if_all_fits(profiled, context)
@@ -116,6 +123,15 @@ def compile_model(
     return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
 
 
+def peak_of(compiled: Compiled, context: CompileContext) -> int:
+    """Return the peak in bytes of the step that ``context`` asks for, under what is compiled for perhaps another one."""
+    graph, captured, timeline = compiled.graph_module, compiled.captured, compiled.report.timeline
+    with as_in_training():
+        verification, events = verify(graph, captured, context.inputs, timeline, context.step)
+    on_cuda = any(p.is_cuda for p in captured.parameters)
+    return bound_bytes(verification.verified_bytes, events.peaks() if on_cuda else None, context.settings)
+
+
 # -- profiles and frontiers ------------------------------------------------------------------------------------------
 
 
@@ -143,12 +159,7 @@ def frontier_of(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoin
         points = PLANNERS[name](constrained, seconds=seconds)
         if settings.cache:
             frontier_cache.store(constrained, name, seconds, points)
-    return pareto(enforce(constrained, pareto((_keep_all(profile), *points)), recomputed))
-
-
-def least_of(points: Sequence[FrontierPoint]) -> FrontierPoint:
-    """Return the point of the least peak."""
-    return min(points, key=lambda point: point.peak_bytes)
+    return pareto(enforce(constrained, pareto((keeping_all(profile), *points)), recomputed))
 
 
 def floor_bytes(
@@ -156,7 +167,7 @@ def floor_bytes(
 ) -> int:
     """Return the least budget that can be kept by one of ``points``; ``emitted``: one of them, if it is there already."""
     least = least_of(points)
-    if not _is_on_cuda(profiled):
+    if not is_on_cuda(profiled):
         return least.peak_bytes
     if emitted is None or emitted.point is not least:
         emitted = emit_point(profiled, context, least)
@@ -173,11 +184,6 @@ def least_bytes_within(profiled: Profiled, context: CompileContext, planned: lis
     points = frontier_of(profile, settings)
     planned.append(Planned(profile, points))
     return floor_bytes(profiled, context, points)
-
-
-def _keep_all(profile: GraphProfile) -> FrontierPoint:
-    plan = keep_all(profile)
-    return FrontierPoint(plan, simulate(profile, plan).peak_bytes, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,143 +245,25 @@ def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor
     check_plan(profile, plan)
     timeline, settings = simulate(profile, plan), context.settings
     verification, events = verify(
-        compiled.graph_module, captured, context.inputs, timeline, settings.step, profiled.seen
+        compiled.graph_module, captured, context.inputs, timeline, context.step, profiled.seen
     )
     return build_report(
         profile,
         FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds),
         verification,
         budget_bytes=settings.budget_bytes,
-        eager_peak_bytes=eager_step(context.model, captured, context.inputs, settings.step, profiled.seen).peak_bytes,
+        eager_peak_bytes=eager_step(context.model, captured, context.inputs, context.step, profiled.seen).peak_bytes,
         least_bytes=floor,
         peak_step=timeline.peak_step,
         bound_seconds=lower_bound(profile, settings.budget_bytes or timeline.peak_bytes, timeline.recompute_seconds),
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings, captured),
         inplace=captured.inplace,
-        cuda=events.peaks() if _is_on_cuda(profiled) else None,
+        cuda=events.peaks() if is_on_cuda(profiled) else None,
     )
-
-
-# -- emitting --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Emitted:
-    """A plan written into the graph, and its step as it ran on fakes."""
-
-    point: FrontierPoint
-    timeline: Timeline
-    graph_module: fx.GraphModule
-    verification: Verification
-    cuda: AllocatorPeaks | None
-    """On CUDA: what the caching allocator makes of the step."""
-    bound_bytes: int
-    """What a budget bounds (:func:`bound_bytes`)."""
-
-
-def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | None:
-    """Emit the plan that keeps all the policy lets; None where its peak exceeds the budget."""
-    settings = context.settings
-    constrained, recomputed = constrain(profiled.profile, settings.policy)
-    point = pareto(enforce(constrained, [_keep_all(profiled.profile)], recomputed))[0]
-    most_bytes = math.inf if settings.budget_bytes is None else settings.budget_bytes
-    if point.peak_bytes > most_bytes:
-        return None
-    emitted = emit_point(profiled, context, point)
-    return emitted if emitted.bound_bytes <= most_bytes else None
-
-
-def emit_taken_over(
-    profiled: Profiled, context: CompileContext, earlier: Sequence[Planned]
-) -> tuple[Profiled, Emitted | None]:
-    """Emit the cheapest plan of an earlier size, by the times of the nearest one; None where none is good enough."""
-    earlier, settings = of_same_graph(profiled.profile, earlier), context.settings
-    if not earlier:
-        return profiled, None
-    assert settings.budget_bytes is not None, "without a budget all fits"
-    like = earlier[0].profile
-    profiled = with_times_like(profiled, like, counterparts(profiled.profile, like), context.hardware.seconds)
-    points = taken_over(profiled.profile, earlier, settings.policy, settings.budget_bytes)
-    return profiled, _emit_cheapest(profiled, context, points)
-
-
-def emit_within_budget(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted:
-    """Emit the cheapest point whose *verified* peak is within the budget. Errors: ``InfeasibleBudgetError``."""
-    emitted = _emit_cheapest(profiled, context, points)
-    if emitted is None:  # what comes on top of a planned peak differs from point to point: the least may fit still
-        emitted = emit_point(profiled, context, least_of(points))
-        budget_bytes = context.settings.budget_bytes
-        assert budget_bytes is not None
-        if emitted.bound_bytes > budget_bytes:
-            raise _infeasible(profiled.profile, emitted, budget_bytes)
-    return emitted
-
-
-def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
-    """Where what the budget bounds exceeds it though the planned peak did not, take a point that much lower."""
-    budget_bytes = context.settings.budget_bytes
-    limit_bytes = points[0].peak_bytes if budget_bytes is None else budget_bytes
-    while (point := cheapest_within(points, limit_bytes)) is not None:
-        emitted = emit_point(profiled, context, point)
-        if budget_bytes is None or emitted.bound_bytes <= budget_bytes:
-            return emitted
-        limit_bytes = min(point.peak_bytes - 1, budget_bytes - (emitted.bound_bytes - point.peak_bytes))
-    return None
-
-
-def emit_point(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> Emitted:
-    """Write a plan into the graph and run its step on fakes."""
-    stage("checking the plan")
-    check_plan(profiled.profile, point.plan)
-    timeline = simulate(profiled.profile, point.plan)
-    graph_module = run_passes(profiled.captured, (Emit(point.plan),), context).graph_module
-    step = context.settings.step
-    verification, events = verify(graph_module, profiled.captured, context.inputs, timeline, step, profiled.seen)
-    cuda = events.peaks(context.allocator_state()) if _is_on_cuda(profiled) else None
-    bound = bound_bytes(verification.verified_bytes, cuda, context.settings)
-    return Emitted(point, timeline, graph_module, verification, cuda, bound)
-
-
-def bound_bytes(peak_bytes: int, cuda: AllocatorPeaks | None, settings: Settings) -> int:
-    """Return what a budget bounds of a step: its peak; on CUDA allocated or reserved bytes, as is asked for."""
-    if cuda is None:
-        return peak_bytes
-    return cuda.reserved_bytes if settings.budget_of == "reserved" else cuda.allocated_bytes
-
-
-def with_budget(context: CompileContext, eager: FakeStep, profiled: Profiled) -> CompileContext:
-    """Return ``context`` with its budget in bytes, where that is a share of what it bounds of eager's step."""
-    share = context.settings.budget_share
-    if share is None:
-        return context
-    cuda = eager.events.peaks() if _is_on_cuda(profiled) else None
-    return context.with_settings(budget_bytes=int(share * bound_bytes(eager.peak_bytes, cuda, context.settings)))
-
-
-def _is_on_cuda(profiled: Profiled) -> bool:
-    return any(device.type == "cuda" for device in profiled.devices)
 
 
 # -- what the user is told --------------------------------------------------------------------------------------------
-
-
-def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int) -> InfeasibleBudgetError:
-    timeline = least.timeline
-    tick, static = profile.ticks[timeline.peak_step], profile.static
-    rest_bytes = max(0, tick.start_bytes - static.total_bytes)
-    breakdown = (
-        ("parameters", static.parameters_bytes),
-        ("buffers", static.buffers_bytes),
-        ("batch", static.inputs_bytes),
-        ("optimizer state", static.optimizer_state_bytes),
-        ("gradients of earlier micro-batches", static.gradients_bytes),
-        ("gradients and loss", rest_bytes),
-        ("activations and working set", timeline.peak_bytes - static.total_bytes - rest_bytes),
-        ("workspaces of cuBLAS", static.library_bytes),
-        ("unused parts of CUDA's blocks", least.bound_bytes - timeline.peak_bytes),
-    )
-    return InfeasibleBudgetError(budget_bytes, least.bound_bytes, breakdown, str(place_of(profile, timeline.peak_step)))
 
 
 def _notes(settings: Settings, captured: CaptureGraph) -> tuple[str, ...]:

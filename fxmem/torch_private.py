@@ -41,9 +41,11 @@ __all__ = [
     "PythonDeviceGuard",
     "TorchDispatchMode",
     "TreeSpec",
+    "at_end_of_backward",
     "attention_order",
     "channels_last_strides",
     "contiguous_strides",
+    "current_backward",
     "current_backward_node",
     "device_types",
     "has_kernel",
@@ -54,6 +56,8 @@ __all__ = [
     "is_composite",
     "is_traceable_wrapper",
     "is_view",
+    "keeps_graph",
+    "num_gradients_of",
     "register_device_guard",
     "register_pytree_node",
     "saved_tensor_hooks_allowed",
@@ -185,6 +189,24 @@ def in_dual_level() -> bool:
 def current_backward_node() -> object | None:
     """Return the autograd node that runs at present; None outside of a backward."""
     return cast(object, torch._C._current_autograd_node())
+
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""True in a backward that retains its graph, and outside of any."""
+
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward that runs in this thread; -1 outside of any."""
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` called when the backward that runs in this thread has ended, and let go of it then, or where that
+    backward fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def num_gradients_of(node: Any) -> int:
+    """Return how many gradients an autograd node takes."""
+    return len(node._input_metadata)
 
 
 def sequence_of(node: Any) -> int | None:

@@ -22,7 +22,7 @@ from fxmem.planners.policy import Rule, check_policy
 from fxmem.planners.registry import PLANNERS
 from fxmem.profiling.op_benchmark import may_measure
 from fxmem.profiling.roofline import COSTS, preset_of
-from fxmem.profiling.training_step import LossFn, OptimizerLike, TrainingStep
+from fxmem.profiling.training_step import ONCE, Loop, LossFn, OptimizerLike, TrainingStep
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_private import FakeTensor, is_traceable_wrapper
 
@@ -36,6 +36,8 @@ class Options(TypedDict, total=False):
     step: TrainingStep | None
     optimizer: OptimizerLike
     loss_fn: LossFn | None
+    targets: Any
+    loop: Loop
     autocast: torch.dtype | None
     accumulate: bool
     scaler: torch.amp.GradScaler | None
@@ -53,6 +55,8 @@ DEFAULTS: Options = {
     "step": None,
     "optimizer": "adamw",
     "loss_fn": None,
+    "targets": None,
+    "loop": ONCE,
     "autocast": None,
     "accumulate": False,
     "scaler": None,
@@ -69,9 +73,10 @@ DEFAULTS: Options = {
 OPTIONS_DOC = """
     Options, the same for ``optimize``, ``estimate`` and ``frontier``:
 
-    - ``step``: a :class:`fxmem.TrainingStep`, or its parts: ``optimizer`` (instance, class, name, a
-      function of the parameters that makes one, or None), ``loss_fn``,
-      ``autocast``, ``accumulate`` and ``scaler``.
+    - ``step``: a :class:`fxmem.TrainingStep`, or its parts: ``optimizer`` (instance, class, name, a function of the
+      parameters that makes one, or None), ``loss_fn`` with ``targets`` (example arguments of it beside the output, as in
+      ``loss_fn=F.cross_entropy, targets=y``), ``autocast``, ``accumulate``, ``scaler`` and ``loop`` (a
+      :class:`fxmem.Loop`).
     - ``planner``: ``"auto"``, ``"intervals"``, ``"mincut"`` or ``"chen"``.
     - ``plan_seconds``: about how much CPU time the planner may search; on a busy machine the clock shows more.
     - ``cost``: ``"auto"`` measures op times on the model's device, for a few seconds at most
@@ -132,6 +137,8 @@ def _step_of(given: Options) -> TrainingStep:
         accumulate=bool(given["accumulate"]),
         scaler=given["scaler"],
         autocast=given["autocast"],
+        targets=given["targets"],
+        loop=given["loop"],
     )
     step = given["step"]
     if step is None:
@@ -139,7 +146,9 @@ def _step_of(given: Options) -> TrainingStep:
     if not isinstance(step, TrainingStep):
         raise InputError(f"step must be a fxmem.TrainingStep, not {type(step).__name__}")
     if parts != TrainingStep():
-        raise InputError("pass step= or its parts (optimizer=, loss_fn=, autocast=, accumulate=, scaler=), not both")
+        raise InputError(
+            "pass step= or its parts (optimizer=, loss_fn=, targets=, autocast=, accumulate=, scaler=, loop=), not both"
+        )
     return step
 
 

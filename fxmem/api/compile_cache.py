@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,7 @@ from fxmem.partial import RunPart, Serve, compile_in_parts, run_part
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
+from fxmem.profiling.training_step import TrainingStep
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
@@ -59,6 +60,20 @@ class CompileCache:
         self._of_parts: dict[str, CompileCache] = {}
         """By path, where the model cannot be captured whole."""
 
+    def for_step(self, step: TrainingStep) -> CompileCache:
+        """Return a cache for another step of the same model, which shares captured graphs and targets with this one."""
+        other = CompileCache(self._model, replace(self._settings, step=self.with_targets(step)))
+        other._families = {kind: family.without_plans() for kind, family in self._families.items()}
+        return other
+
+    def with_targets(self, step: TrainingStep) -> TrainingStep:
+        """Return ``step`` with this cache's targets, and the inputs that they are an example for."""
+        return replace(step, targets=self._settings.step.targets)
+
+    def raise_budget(self, budget_bytes: int) -> None:
+        """Plan within this budget from now on."""
+        self._settings = replace(self._settings, budget_bytes=budget_bytes)
+
     @property
     def specializations(self) -> list[int]:
         """By signature: how many ways through the model are compiled."""
@@ -80,7 +95,7 @@ class CompileCache:
 
     def _of_larger_size(self, signature: tuple[Any, ...], inputs: Inputs, autocast: Autocast | None) -> Compiled | None:
         """Return what is compiled for larger sizes and serves ``inputs``, if anything is, and note it for their own."""
-        if signature in self._alone:
+        if signature in self._alone or self._settings.budget_share is not None:
             return None
         plan = self._family(inputs, autocast).plan_for(inputs, self._settings.budget_bytes is not None)
         if plan is None:
@@ -96,18 +111,18 @@ class CompileCache:
         self._untried.add(id(compiled))
         return compiled
 
-    def run(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> Any:
-        """Return the model's output for ``inputs``, computed by what was found or made for them.
+    def run(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> tuple[Any, Sequence[Any]]:
+        """Return the model's output for ``inputs`` and its leaves, computed by what was found or made for them.
 
         The first call of a size that was not planned for is tried: where the graph does otherwise than planned, what it
         wrote is put back, and the size gets a plan of its own.
         """
         captured = compiled.captured
         if id(compiled) not in self._untried:
-            return captured.call(compiled.graph_module, inputs.leaves)
+            return captured.run(compiled.graph_module, inputs.leaves)
         before = Before(captured, inputs.leaves)
         try:
-            output = captured.call(compiled.graph_module, inputs.leaves)
+            output = captured.run(compiled.graph_module, inputs.leaves)
             self._untried.discard(id(compiled))
             return output
         except torch.OutOfMemoryError:
@@ -122,7 +137,7 @@ class CompileCache:
         self._untried.discard(id(compiled))
         self._compiled[signature] = [one for one in self._compiled[signature] if one is not compiled]
         anew = self.make(inputs, autocast)
-        return anew.captured.call(anew.graph_module, inputs.leaves)
+        return anew.captured.run(anew.graph_module, inputs.leaves)
 
     def make(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile for the signature of ``inputs``, where nothing was found. Errors: as :func:`fxmem.optimize` tells."""
@@ -230,13 +245,14 @@ class CompileCache:
 
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
+        self._settings = self._settings.seen_with(inputs.leaves)
         family = self._family(inputs, autocast)
         try:
             captured = family.graph_for(self._model, inputs, autocast)
         except CaptureError as refused:
             context = CompileContext(self._model, inputs, self._settings, autocast)
             return compile_in_parts(context, refused, self._serve_part(autocast))
-        larger = family.larger(inputs, captured)
+        larger = family.larger(inputs, captured) if self._settings.budget_share is None else None
         if larger is not None:
             with suppress(InfeasibleBudgetError):  # its own size may fit
                 compiled = self._planned(family, captured, larger, autocast)

@@ -29,12 +29,13 @@ from fxmem.capture.dynamic_batch import batch_dims, largest_batch, resized
 from fxmem.capture.export import capture, fitting
 from fxmem.capture.graph import CaptureGraph, Inputs, device_of
 from fxmem.devices import DeviceModel, device_named
+from fxmem.emitted import bound_bytes
 from fxmem.errors import in_units, unit_of
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import cuda_model, standing_in
 from fxmem.ir import PlainData, Timeline
 from fxmem.passes.context import CompileContext
-from fxmem.pipeline import bound_bytes, floor_bytes, frontier_of, least_bytes_within, profile_for_short_memory
+from fxmem.pipeline import floor_bytes, frontier_of, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
@@ -72,7 +73,7 @@ class Question:
             graph = fitting(self.dynamic_graph(), context.model, other.inputs)
             if budget_bytes is None:
                 seen = None if other.base is None else other.base.seen
-                return self.bound_bytes(eager_step(context.model, graph, other.inputs, context.settings.step, seen))
+                return self.bound_bytes(eager_step(context.model, graph, other.inputs, other.step, seen))
             return least_bytes_within(profile_for_short_memory(graph, other), other, self.planned, budget_bytes)
 
     def bound_bytes(self, ran: FakeStep) -> int:
@@ -212,7 +213,7 @@ def _estimate(question: Question) -> Estimate:
         captured = capture(model, inputs, context.autocast)
         profiled = context.profile_of(captured)
         short = profile_for_short_memory(captured, context)
-        eager = eager_step(model, captured, inputs, settings.step, profiled.seen)
+        eager = eager_step(model, captured, inputs, context.step, profiled.seen)
         points = frontier_of(short.profile, settings)
         least_bytes = floor_bytes(short, context, points)
     timeline = simulate(profiled.profile, keep_all(profiled.profile), with_steps=True)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxmem.api.arguments import check_alone, example_of, region_of_step
-from fxmem.api.compile_cache import CompileCache
+from fxmem.api.loop_plans import LoopPlans
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.devices import DeviceModel
 from fxmem.errors import InputError, NotPlannedError
@@ -35,7 +35,7 @@ class Namespace:
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
         self.original, self.settings = original, settings
         self.methods: dict[str, Namespace] = {}
-        self.plans = CompileCache(original, settings)
+        self.plans = LoopPlans(original, settings)
         self._elsewhere: tuple[Plan, Report] | None = None
         """What was planned for a GPU that need not be here."""
 
@@ -44,12 +44,12 @@ class Namespace:
         _check_mode()
         inputs = Inputs.of(args, kwargs, self.original)
         region = Autocast.of(device_of(self.original).type)
-        return self.plans.run(self.compiled_for(inputs, region), inputs, region)
+        return self.plans.run(inputs, region)
 
     def plan_anew(self, step: TrainingStep) -> None:
         """Forget all plans; those to come are for ``step``, of this method and the others."""
         self.settings = replace(self.settings, step=step)
-        self.plans, self._elsewhere = CompileCache(self.original, self.settings), None
+        self.plans, self._elsewhere = LoopPlans(self.original, self.settings), None
         for method in self.methods.values():
             method.plan_anew(step)
 

@@ -85,7 +85,7 @@ def prepare(
     Errors: ``InputError`` for what cannot be prepared for, and those of :func:`fxmem.optimize`.
     """
     namespace = getattr(model, "fxmem", None)
-    plans = getattr(namespace, "plans", None)
+    plans = getattr(getattr(namespace, "plans", None), "asked", None)
     if namespace is None or not isinstance(plans, CompileCache):
         raise InputError("prepare needs an optimized module: fxmem.prepare(fxmem.optimize(model, ...), batches)")
     prepared = _prepare(namespace.original, plans, namespace.settings, batches, example_args, example_kwargs, arguments)

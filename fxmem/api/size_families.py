@@ -87,6 +87,10 @@ class Family:
                 self.varying |= differing_dims(self.largest, each)
             self.largest = each if self.largest is None else largest_of((self.largest, each))
 
+    def without_plans(self) -> Family:
+        """Return what is known of sizes and graphs, for plans of another step."""
+        return replace(self, graphs=list(self.graphs), plans=[], planned=[], not_captured=set(self.not_captured))
+
     def larger(self, inputs: Inputs, captured: CaptureGraph) -> Inputs | None:
         """Return ``inputs`` in the largest sizes that came or will, to plan for in place of their own; None if these are
         the largest, or ``captured`` is not for such sizes."""
@@ -149,6 +153,12 @@ class Family:
         return was_empty or bool(self.graphs)
 
 
+def report_planned_for(compiled: Compiled) -> Report:
+    """Return the report of the size that ``compiled`` was planned for, which a smaller one does not exceed."""
+    report = compiled._report
+    return report.compiled.report if isinstance(report, LazyReport) else compiled.report
+
+
 def _num_elements(shapes: Shapes) -> int:
     return sum(shape.numel() for shape in shapes if shape is not None)
 
@@ -159,22 +169,22 @@ class LazyReport:
     def __init__(self, context: CompileContext, compiled: Compiled) -> None:
         tensors = (*compiled.captured.parameters, *context.inputs.tensors)
         devices = tuple(sorted({tensor.device for tensor in tensors}, key=str))
-        self._context, self._compiled = context.without_values(), compiled
+        self._context, self.compiled = context.without_values(), compiled
         self._scope = CallScope.around(devices)
         self._known: Report | None = None
 
     def __call__(self) -> Report:
         if self._known is None:
             with self._scope.entered():
-                floor = UnplannedFloor(self._compiled.captured, self._context, self._scope)
-                self._known = report_at(self._context, self._compiled, floor)
+                floor = UnplannedFloor(self.compiled.captured, self._context, self._scope)
+                self._known = report_at(self._context, self.compiled, floor)
         return self._known
 
     def peak_bytes(self) -> int:
         """Return the peak of the step, which takes less time than the report."""
-        compiled, context = self._compiled, self._context
+        compiled, context = self.compiled, self._context
         with self._scope.entered():
-            step = context.settings.step
+            step = context.step
             return emitted_step(
                 compiled.graph_module, compiled.captured, context.inputs, step, compiled.seen
             ).peak_bytes

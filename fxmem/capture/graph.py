@@ -160,13 +160,18 @@ class CaptureGraph:
         return all(size > 1 for size in sizes) and (self.guards is None or self.guards.hold(inputs))
 
     def call(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> Any:
-        """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it.
+        """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it."""
+        return self.run(graph_module, leaves)[0]
+
+    def run(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """Return the model's output, computed by ``graph_module``, and its leaves.
 
         After an in-place write, autograd differentiates the views of the written tensor anew: by ``as_strided``, or, as it
         always does on fakes, by the views' own ops. Asking for the latter makes the same tensors as were profiled.
         """
         with self.scope(), _force_original_view_tracking(True):
-            return self.unflatten(graph_module(*leaves))
+            outputs: Sequence[Any] = graph_module(*leaves)
+            return self.unflatten(outputs), outputs
 
     def serves(self, inputs: Inputs) -> bool:
         """True if the model goes this graph's way where it looks at values of ``inputs``."""

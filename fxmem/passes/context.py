@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
@@ -47,6 +48,11 @@ class Settings:
     budget_share: float | None = None
     """The budget as a share of eager's peak, which sets ``budget_bytes`` for each kind of call."""
 
+    def seen_with(self, leaves: Sequence[Any]) -> Settings:
+        """Return the settings with targets that are an example for these inputs, if it is not known yet for which."""
+        targets = self.step.targets.seen_with(leaves)
+        return self if targets is self.step.targets else replace(self, step=replace(self.step, targets=targets))
+
     def __setstate__(self, state: list[Any]) -> None:
         """Pickles of earlier versions lack the last fields."""
         defaults = [None if f.default is MISSING else f.default for f in fields(self)]
@@ -67,6 +73,9 @@ class CompileContext:
     """A profile of another size of the same model."""
     _profiles: dict[int, Profiled] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", self.settings.seen_with(self.inputs.leaves))
+
     @property
     def hardware(self) -> Hardware:
         """The hardware asked for, else the preset of the model's device."""
@@ -76,13 +85,18 @@ class CompileContext:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
         return hardware_for(device.type, name)
 
+    @property
+    def step(self) -> TrainingStep:
+        """The step asked for, with targets for this call."""
+        return self.settings.step.for_inputs(self.inputs.leaves)
+
     def profile_of(self, graph: CaptureGraph) -> Profiled:
         """Return the profile of ``graph``, with estimated times. Errors: ``ProfileError``."""
         profiled = self._profiles.get(id(graph))
         if profiled is None:
             check_interrupted()
             latest = next(reversed(self._profiles.values()), self.base)
-            profiled = profile(graph, self.inputs, self.hardware.seconds, self.settings.step, latest)
+            profiled = profile(graph, self.inputs, self.hardware.seconds, self.step, latest)
             self._profiles[id(graph)] = profiled  # which holds the graph, so its id stays its own
         return profiled
 

@@ -218,6 +218,9 @@ def _table(profiled: Profiled, plan: Plan, live: _Live, tapes: dict[int, NodeTap
         recipe_of=tuple(s.recipe for s in profile.storages),
         limits=plan.limits,
         dropped=live.dropped,
+        from_nothing=frozenset(
+            s for s in live.dropped if (r := profile.storages[s].recipe) is not None and not profile.recipes[r].inputs
+        ),
         internal=frozenset(s.index for s in profile.storages if s.internal),
         devices=profiled.devices,
         autocast=profiled.captured.autocast,

@@ -168,7 +168,8 @@ class _Tracer:
                 with self.captured.scope():
                     return self.captured.unflatten(scout._forward(leaves))
 
-            run_step(forward, step.loss_fn, autocast=self.captured.autocast, keep_casts=False)
+            loss_fn = step.loss_on(step.targets.blank(parameters[0].device))
+            run_step(forward, loss_fn, autocast=self.captured.autocast, keep_casts=False)
 
         with gradients_untouched(self.captured.parameters), self.world.active(self.graph_module):
             pairs = list(zip(self.captured.parameters, parameters, strict=True))
@@ -176,7 +177,8 @@ class _Tracer:
             buffers = [self.world.fake(b) for b in self.graph_module.buffers() if b.requires_grad]
             self.leaves_with_grad = parameters + buffers + leaves
             optimizer, scaler = steady_state(step, pairs, micro_batch, self.tracker, seen)
-            static = self._hold_statics(fakes, optimizer, scaler)
+            targets = step.targets.blank(parameters[0].device)
+            static = self._hold_statics([*fakes, *targets], optimizer, scaler)
             earlier = self._gradient_serials()
             cached_until: dict[int, int] = {}
             outputs: list[int] = []
@@ -190,7 +192,7 @@ class _Tracer:
             with ExitStack() as stack:
                 stack.enter_context(self.tracker)
                 stack.enter_context(ScalarReads())
-                run_step(forward, step.loss_fn, optimizer, self.captured.autocast, self._phase, scaler)
+                run_step(forward, step.loss_on(targets), optimizer, self.captured.autocast, self._phase, scaler)
         static = replace(static, library_bytes=self._hold_libraries())
         return StepTrace(
             self.nodes,
@@ -218,14 +220,15 @@ class _Tracer:
         """Run forward and loss only."""
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
         with self.world.active(self.graph_module):
-            self._hold_statics(fakes)
+            targets = step.targets.blank(next(t.device for t in fakes if isinstance(t, torch.Tensor)))
+            self._hold_statics([*fakes, *targets])
             context = self.captured.autocast.enter() if self.captured.autocast else nullcontext()
             with self.tracker, context:
                 self._phase(Phase.FORWARD)
                 with self.captured.scope():
                     output = self.captured.unflatten(self._forward(fakes))
                 self._phase(Phase.LOSS)
-                (step.loss_fn or default_loss)(output)
+                (step.loss_on(targets) or default_loss)(output)
 
     def _gradient_serials(self) -> set[int]:
         grads = [leaf.grad for leaf in self.leaves_with_grad if leaf.grad is not None]

@@ -13,24 +13,30 @@ NOTE [The training step]
 5. It is a step of the steady state: the optimizer's and the scaler's state exists from the start. A parameter that the
    backward does not reach has no gradient, and no state unless the optimizer given has some already.
 6. Under autocast, forward and loss run inside the region, scaling, backward and optimizer outside.
+7. A :class:`Loop` says what else a step of a training loop may be: several forwards before the backward, several backwards
+   through one graph, names that still refer to the step before. It changes no gradient, only the peak, and is looked at
+   where a step is verified, not where it is profiled: plans are made for one forward, and judged in their loop.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from fxmem.errors import InputError, first_lines
 from fxmem.ir import Phase
+from fxmem.profiling.targets import Targets
 from fxmem.runtime.autocast import Autocast, casts_kept
 from fxmem.runtime.layout import Geometry
-from fxmem.torch_private import storage_key, tree_leaves
+from fxmem.torch_private import storage_key, tree_leaves, tree_unflatten
 
 OptimizerLike = (
     torch.optim.Optimizer
@@ -39,7 +45,7 @@ OptimizerLike = (
     | str
     | None
 )
-LossFn = Callable[[Any], torch.Tensor]
+LossFn = Callable[..., torch.Tensor]
 
 
 class Steps(Protocol):
@@ -51,6 +57,36 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """How a step of a training loop uses the model, where that is not one forward, one backward, and all let go.
+
+    Errors: ``InputError`` if a number is not above 0.
+    """
+
+    forwards: int = 1
+    """Calls of the model before the backward, each with a batch like the example: siamese networks, DPO, contrastive
+    losses. The loss is the sum of theirs."""
+    backwards: int = 1
+    """Backwards through that graph: several losses, or one loss twice. All but the last retain it."""
+    lets_go: bool = True
+    """Whether the last backward lets go of the graph (``retain_graph=False``)."""
+    carried: bool = False
+    """Whether output and loss of the step before are referred to until those of this step take their names."""
+
+    keeps_output: bool = True
+    """Whether the output is referred to until the step is over; not so where only its loss is: ``model(x).loss``."""
+
+    def __post_init__(self) -> None:
+        for name in ("forwards", "backwards"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"{name} of a loop must be a number above 0, not {value!r}")
+
+
+ONCE = Loop()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStep:
     """What a training step is beside the model and its batch (NOTE [The training step]).
 
@@ -58,7 +94,7 @@ class TrainingStep:
     """
 
     loss_fn: LossFn | None = None
-    """``loss_fn(output)`` returns the scalar loss. None: ``output.loss``, else the sum of the floating outputs."""
+    """``loss_fn(output, *targets)`` returns the loss. None: ``output.loss``, else the sum of the floating outputs."""
     optimizer: OptimizerLike = "adamw"
     """An optimizer, its class, its name in ``torch.optim``, or a function that makes one for the parameters that require
     grad, which it is to hold all of (``lambda p: SGD(p, lr=0.1, momentum=0.9)``); None: the step ends with the backward."""
@@ -70,6 +106,11 @@ class TrainingStep:
     autocast: torch.dtype | None = None
     """The dtype of the autocast region around forward and loss, where a step is planned from an example. A training call
     is planned for the region that it is in."""
+    targets: Any = field(default=(), compare=False)
+    """What ``loss_fn`` takes beside the output, by example: a tensor, or a tuple of arguments. Only shapes are kept; their
+    batch follows that of the model's inputs."""
+    loop: Loop = ONCE
+    """How the training loop uses the model."""
 
     def __post_init__(self) -> None:
         optimizer, scaler = self.optimizer, self.scaler
@@ -82,16 +123,33 @@ class TrainingStep:
         makes_one = issubclass(optimizer, torch.optim.Optimizer) if isinstance(optimizer, type) else callable(optimizer)
         if isinstance(optimizer, str):
             optimizer_class(optimizer)
-        elif optimizer is not None and not makes_one and not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(self.loop, Loop):
+            raise InputError(f"loop must be a fxmem.Loop, not {self.loop!r}")
+        object.__setattr__(self, "targets", Targets.of(self.targets))
+        if self.targets.leaves and self.loss_fn is None:
+            raise InputError("targets= are arguments of loss_fn=, which is missing; pass for example F.cross_entropy")
+        if optimizer is not None and not isinstance(optimizer, str | torch.optim.Optimizer) and not makes_one:
             raise InputError(
                 "optimizer must be a torch.optim.Optimizer, its class, its name, a function of the parameters that makes "
                 f"one, or None, not {optimizer!r}"
             )
 
     def __setstate__(self, state: list[Any]) -> None:
-        """Version 0.1 pickled the first four fields."""
-        for name, value in zip(self.__slots__, [*state, None][: len(self.__slots__)], strict=True):
+        """Earlier versions pickled the first fields."""
+        defaults = [None, "adamw", False, None, None, Targets.of(()), ONCE]
+        for name, value in zip(self.__slots__, [*state, *defaults[len(state) :]], strict=True):
             object.__setattr__(self, name, value)
+
+    def for_inputs(self, leaves: Sequence[Any]) -> TrainingStep:
+        """Return the step with targets that are as large as a call with these leaves needs them."""
+        return replace(self, targets=self.targets.for_inputs(leaves)) if self.targets.leaves else self
+
+    def loss_on(self, targets: Sequence[Any]) -> LossFn | None:
+        """Return the loss as a function of the output alone. ``targets``: leaves."""
+        loss_fn, given = self.loss_fn, self.targets
+        if loss_fn is None or not given.leaves:
+            return loss_fn
+        return lambda output: loss_fn(output, *tree_unflatten(list(targets), given.spec))
 
     def without_state(self) -> TrainingStep:
         """Return the step with an optimizer like its own before the first step: what copies and pickles keep."""
@@ -132,22 +190,28 @@ def run_step(
     on_phase: Callable[[Phase], None] = lambda phase: None,
     scaler: torch.amp.GradScaler | None = None,
     keep_casts: bool = True,
+    loop: Loop = ONCE,
+    carried: list[Any] | None = None,
 ) -> None:
     """Run one training step (NOTE [The training step]). ``on_phase`` is told of each phase before it starts.
 
     ``keep_casts=False``: autocast's cache is off, so that no cast is at hand for the next step in a region around.
+    ``carried``: output and loss of the step before; those of this step take their places, and stay.
     """
+    names: list[Any] = [None, None] if carried is None else carried
     cache = nullcontext() if keep_casts else casts_kept(False)
     with cache, autocast.enter() if autocast else nullcontext():
         on_phase(Phase.FORWARD)
-        output = forward()
+        names[0] = [forward() for _ in range(loop.forwards)]
         on_phase(Phase.LOSS)
-        loss = _loss_of(output, loss_fn)
+        names[1] = _summed([_loss_of(output, loss_fn) for output in names[0]])
+        if not loop.keeps_output:
+            names[0] = None
     on_phase(Phase.BACKWARD)
-    if scaler is None:
-        loss.backward()
-    else:
-        scaler.scale(loss).backward()
+    loss = names[1] if scaler is None else scaler.scale(names[1])
+    for number in range(1, loop.backwards + 1):
+        loss.backward(retain_graph=number < loop.backwards or not loop.lets_go)
+    del loss
     on_phase(Phase.OPTIMIZER)
     if optimizer is None:
         return
@@ -159,6 +223,10 @@ def run_step(
     optimizer.zero_grad(set_to_none=True)
 
 
+def _summed(losses: list[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(operator.add, losses)
+
+
 def _loss_of(output: Any, loss_fn: LossFn | None) -> torch.Tensor:
     if loss_fn is None:
         return default_loss(output)
@@ -166,8 +234,9 @@ def _loss_of(output: Any, loss_fn: LossFn | None) -> torch.Tensor:
         loss = loss_fn(output)
     except Exception as error:
         raise InputError(
-            f"loss_fn failed on fake tensors: {first_lines(error)}. It is called with the model's output alone and may not "
-            "look at values (item, boolean indices, numpy); where the real one does, pass one that is like it in memory"
+            f"loss_fn failed on fake tensors: {first_lines(error)}. It is called with the model's output and targets= "
+            "and may not look at values (item, boolean indices, numpy); where the real one does, pass one that is like it "
+            "in memory"
         ) from error
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)

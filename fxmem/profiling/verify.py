@@ -28,6 +28,7 @@ from fxmem.profiling.training_step import BARE, Gradients, TrainingStep, gradien
 from fxmem.profiling.written_views import WrittenViews
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import calls_run_by
+from fxmem.torch_private import tree_leaves
 
 
 def verify(
@@ -178,8 +179,9 @@ def _fake_step(
 
     def micro_batch() -> None:
         other = FakeWorld(leaves).fake_all(leaves)
+        loss_fn = step.loss_on(step.targets.blank(parameters[0].device))
         with world.state_of(subject.module):
-            run_step(lambda: subject.forward(other), step.loss_fn, autocast=captured.autocast, keep_casts=False)
+            run_step(lambda: subject.forward(other), loss_fn, autocast=captured.autocast, keep_casts=False)
 
     def on_phase(phase: Phase) -> None:
         nonlocal left
@@ -191,20 +193,41 @@ def _fake_step(
         pairs = list(zip(captured.parameters, parameters, strict=True))
         optimizer, scaler = steady_state(step, pairs, micro_batch, tracker, seen)
         tracker.hold(tensors_of(state))
-        tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
+        targets = step.targets.blank(parameters[0].device)
+        batches = [leaves, *([_another(leaf) for leaf in leaves] for _ in range(step.loop.forwards - 1))]
+        tracker.hold(t for t in (*tree_leaves(batches), *targets) if isinstance(t, torch.Tensor))
         log.state_starts()
         state_bytes = 0 if optimizer is None else optimizer.hold()
         tracker.hold(tensors_of([scaler]))
         log.step_starts()
+        names: list[Any] = [None, None]
         with world.state_of(subject.module), tracker, ScalarReads():
             if subject.owner in list(
                 subject.module.modules()
             ):  # which hold what is there: a buffer that is replaced goes
                 state.clear()
                 world.forget(buffers)
-            run_step(lambda: subject.forward(leaves), step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
+            for _ in range(1 + step.loop.carried):
+                calls = iter(batches)
+                run_step(
+                    lambda calls=calls: subject.forward(next(calls)),  # type: ignore[misc]
+                    step.loss_on(targets),
+                    optimizer,
+                    captured.autocast,
+                    on_phase,
+                    scaler,
+                    loop=step.loop,
+                    carried=names,
+                )
     libraries_bytes = memory.workspaces(len(tracker.library_threads))
     return FakeStep(tracker.peak_bytes + sum(libraries_bytes), left, log.events(libraries_bytes), state_bytes)
+
+
+def _another(leaf: Any) -> Any:
+    """Return a tensor like the fake ``leaf``, on memory of its own."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def _as_moved(module: torch.nn.Module) -> Iterator[torch.Tensor]:

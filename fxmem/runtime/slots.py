@@ -9,7 +9,7 @@ import torch
 from fxmem.errors import SavedTensorModifiedError
 from fxmem.runtime.layout import View
 from fxmem.runtime.tape_table import TapeTable
-from fxmem.torch_private import version_of
+from fxmem.torch_private import keeps_graph, version_of
 
 
 class Refiller(Protocol):
@@ -19,6 +19,9 @@ class Refiller(Protocol):
 
     def refill(self, target: Slot) -> None:
         """Recompute the empty ``target`` and whatever empty slots it needs."""
+
+    def unpack_retained(self, handle: Handle) -> torch.Tensor:
+        """Return the tensor of ``handle``, which may be asked for again in a later backward."""
 
 
 class Held:
@@ -51,10 +54,16 @@ class Slot:
         self.inputs: tuple[Slot, ...] = ()
         self.held: Held | None = None
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Hold ``tensor``, which is cut off from autograd."""
+    def fill(self, tensor: torch.Tensor, *, for_good: bool = True) -> None:
+        """Hold ``tensor``, which is cut off from autograd; not ``for_good``: so that it may be emptied again."""
         self.held = Held(tensor, self.tape.table.names[self.storage])
-        self.inputs = ()
+        if for_good:
+            self.inputs = ()
+
+    def empty(self) -> None:
+        """Let go of the tensor if it can be recomputed."""
+        if self.held is not None and (self.inputs or self.storage in self.tape.table.from_nothing):
+            self.held = None
 
     def get(self) -> torch.Tensor:
         assert self.held is not None
@@ -64,7 +73,7 @@ class Slot:
 class Handle:
     """What autograd holds in place of a saved tensor whose storage is dropped: a slot and the geometry on it."""
 
-    __slots__ = ("slot", "view")
+    __slots__ = ("__weakref__", "slot", "view")
 
     def __init__(self, slot: Slot, view: View) -> None:
         self.slot, self.view = slot, view
@@ -91,8 +100,12 @@ def unpack(saved: Held | Handle | Fresh) -> torch.Tensor:
         saved = saved.settled
     if type(saved) is Handle:
         slot = saved.slot
-        if slot.held is None:
+        if keeps_graph():
+            return slot.tape.unpack_retained(saved)
+        while (held := slot.held) is None:  # again, should a backward that retains the graph empty it in another thread
             slot.tape.refill(slot)
-        return saved.view.on(slot.get())
+        if slot.inputs:  # refilled in such a backward
+            slot.inputs = ()
+        return saved.view.on(held.get())
     assert type(saved) is Held
     return saved.get()

@@ -11,7 +11,7 @@ NOTE [Who owns what on the tape]
    once refilled it holds the tensor and lets go of those slots.
 3. Unpacking an empty slot runs the recipes of the empty slots it needs, in position order, and refills each slot the
    plan's retain limit allows. The order in which autograd asks is not assumed: retained graphs, partial backwards and
-   several forwards work alike.
+   several forwards work alike. Retained graphs: NOTE [Retained graphs] in :mod:`fxmem.runtime.retained`.
 4. Hooks switch autograd's version check off, so a slot remembers the version of what it holds and raises what
    autograd would have raised.
 5. A kernel may lay its output out otherwise than its fake does. From there on the geometries of all nodes on the tape are
@@ -41,6 +41,7 @@ from fxmem.runtime.recompute import (
     stash_random_states,
     without_graph,
 )
+from fxmem.runtime.retained import FOR_GOOD, Holding, RetainedGraph
 from fxmem.runtime.slots import Fresh, Handle, Held, Slot, unpack
 from fxmem.runtime.tape_table import NodeTape, TapeTable
 from fxmem.torch_patches import outside_of_batch
@@ -66,6 +67,8 @@ class Tape:
         self._counter_versions: dict[int, int] = {}
         self._open: dict[int, Slot] | None = {}
         self._slots: dict[int, weakref.ref[Slot]] = {}
+        self._handles: list[weakref.ref[Handle]] = []
+        self._retained = RetainedGraph(self._slots, self._handles)
         self._lock = threading.RLock()
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -168,7 +171,12 @@ class Tape:
         """Return what autograd is to hold in place of an argument planned to lie as ``view``."""
         if view.storage not in self.table.dropped:
             return Held(tensor)
-        return Handle(self._slot(view.storage), view if view.lies_as(tensor) else View.of(tensor, view.storage))
+        return self._handle_on(view.storage, view if view.lies_as(tensor) else View.of(tensor, view.storage))
+
+    def _handle_on(self, storage: int, view: View) -> Handle:
+        handle = Handle(self._slot(storage), view)
+        self._handles.append(weakref.ref(handle))
+        return handle
 
     def _settle(self, node: NodeTape, fresh: list[Fresh], output: Any) -> None:
         """Say of each fresh saved tensor whether it is an output or an internal, and drop it if the plan says so."""
@@ -191,7 +199,7 @@ class Tape:
                 tensor = saved.held_tensor()
                 if view is None or not view.is_of(tensor):
                     view = View.of(tensor, storage)
-                saved.settled = Handle(self._slot(storage), view)
+                saved.settled = self._handle_on(storage, view)
 
     def _slot(self, storage: int) -> Slot:
         assert self._open is not None, "the forward is over"
@@ -224,9 +232,19 @@ class Tape:
         """Recompute the empty ``target`` and whatever empty slots it needs."""
         with self._lock:
             if target.held is None:
-                self._recompute(target)
+                self._recompute(target, FOR_GOOD)
 
-    def _recompute(self, target: Slot) -> None:
+    def unpack_retained(self, handle: Handle) -> torch.Tensor:
+        """Return the tensor of ``handle``, in a backward that retains its graph or outside of any."""
+        with self._lock:
+            holding = self._retained.holding(handle.slot)
+            if handle.slot.held is None:
+                self._recompute(handle.slot, holding)
+            tensor = handle.view.on(handle.slot.get())
+            holding.use(handle)
+            return tensor
+
+    def _recompute(self, target: Slot, holding: Holding) -> None:
         position = self.table.recipe_of[target.storage]
         assert position is not None
         positions, readers = self._needed(target)
@@ -236,7 +254,7 @@ class Tape:
         graph = without_graph() if table.elementwise.issuperset(positions) else saved
         with outside_of_batch(), graph, region, under(self._switches):
             for p in positions:
-                self._run_recipe(p, target, position, readers, passing, saved)
+                self._run_recipe(p, (target, position, holding), readers, passing, saved)
 
     def _needed(self, target: Slot) -> tuple[list[int], dict[int, int]]:
         """Return the recipes to run, in order, and for each storage they refill, how many of them read it.
@@ -265,19 +283,19 @@ class Tape:
     def _run_recipe(
         self,
         p: int,
-        target: Slot,
-        position: int,
+        asked: tuple[Slot, int, Holding],
         readers: dict[int, int],
         passing: dict[int, torch.Tensor],
         saved: SavedInRerun,
     ) -> None:
-        table = self.table
+        """``asked``: the slot that all is done for, its recipe, and which slots stay refilled."""
+        table, (target, position, holding) = self.table, asked
         recompute = table.recomputes[p]
         assert recompute is not None
         refilled = []
         for storage in recompute.products:
             slot = self._empty_slot(storage)
-            if slot is not None and (slot is target or position <= table.limits[storage]):
+            if slot is not None and (slot is target or (position <= table.limits[storage] and holding.wants(slot))):
                 refilled.append(slot)
         saved.capture = any(slot.storage in table.internal for slot in refilled)
         bases = self._bases(p, passing)
@@ -286,7 +304,8 @@ class Tape:
             if readers.get(storage, 0) > 0:
                 passing[storage] = bases[storage]
         for slot in refilled:
-            slot.fill(bases[slot.storage])
+            slot.fill(bases[slot.storage], for_good=holding is FOR_GOOD)
+            holding.refilled(slot)
         for storage in table.recipe_inputs[p]:
             if storage in readers:
                 readers[storage] -= 1

@@ -57,6 +57,8 @@ class TapeTable:
     limits: tuple[int, ...]
     dropped: frozenset[int]
     """Dropped storages whose slot can have an owner."""
+    from_nothing: frozenset[int]
+    """Those whose recipe reads static tensors at most."""
     internal: frozenset[int]
     """Managed storages that are internals."""
     devices: tuple[torch.device, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -112,13 +112,28 @@ def _unbatched() -> Iterator[None]:
 def graphs_shown_to(show: Callable[[Sequence[Any]], None]) -> Iterator[None]:
     """Call ``show(roots)`` with the tensors or edges that each backward in the body starts from, before it runs.
 
-    Nothing public tells of a backward that begins. torch 2.11 to 2.15.
+    Nothing public tells of a backward that begins. Bodies may end in any order. torch 2.11 to 2.15.
     """
-    run = vars(torch.autograd)["_engine_run_backward"]
+    with _showing:
+        _shown_to.append(show)
+        if len(_shown_to) == 1:
+            run = vars(torch.autograd)["_engine_run_backward"]
 
-    def shown(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        show(roots)
-        return run(roots, *args, **kwargs)
+            def shown(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+                for each in tuple(_shown_to):
+                    each(roots)
+                return run(roots, *args, **kwargs)
 
-    with replaced(torch.autograd, "_engine_run_backward", shown):
+            _installed.enter_context(replaced(torch.autograd, "_engine_run_backward", shown))
+    try:
         yield
+    finally:
+        with _showing:
+            _shown_to.remove(show)
+            if not _shown_to:
+                _installed.close()
+
+
+_shown_to: list[Callable[[Sequence[Any]], None]] = []
+_installed = ExitStack()
+_showing = threading.RLock()

@@ -1,0 +1,269 @@
+"""Plans for the step that a training loop really makes, found while it runs.
+
+In: training calls. Out: what is compiled for each, in the step it is a part of. Planned for first is the step asked for;
+what :class:`~fxmem.api.step_watch.StepWatch` sees beyond it is planned for from then on: gradients that are there as a call
+begins, at that very call; other forwards, backwards and names, which show in a whole step, at the next. Where that step
+went over the budget, or no plan keeps it, one warning tells its peak and what to do.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxmem.api.arguments import check_alone
+from fxmem.api.compile_cache import CompileCache
+from fxmem.api.size_families import report_planned_for
+from fxmem.api.step_watch import CALL, Call, StepWatch
+from fxmem.api.user_frames import level_of_user
+from fxmem.capture.graph import CaptureGraph, Inputs
+from fxmem.errors import InfeasibleBudgetError
+from fxmem.ir import Phase, Plan
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.pipeline import Compiled, peak_of
+from fxmem.profiling.criterion import Criterion, nodes_under, seen_in
+from fxmem.profiling.storage_tracker import has_storage
+from fxmem.profiling.training_step import Loop, TrainingStep
+from fxmem.report.text import Report
+from fxmem.runtime.autocast import Autocast
+from fxmem.torch_patches import graphs_shown_to
+from fxmem.torch_private import storage_key
+
+NUM_LOOKED_AT = 4
+"""Parameters that are asked whether they have a gradient, spread over the model."""
+
+
+class LoopPlans:
+    """What is compiled for ``model``, by the step that its calls are a part of."""
+
+    def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
+        self._model, self._settings = model, settings
+        self.asked = CompileCache(model, settings)
+        """Plans for the step asked for."""
+        self._latest = self.asked
+        self._caches: dict[TrainingStep, CompileCache] = {settings.step: self.asked}
+        self._watch = StepWatch()
+        self._seen = self._watch.loop
+        self._step = settings.step
+        """What is planned for, but for gradients that are there."""
+        self._looked_at: tuple[Compiled | None, tuple[torch.Tensor, ...]] = (None, ())
+        self._roomy: dict[int, int] = {}
+        """By id of what is compiled: bytes that its forward leaves of the budget."""
+        self._warned: set[str] = set()
+        self._is_loss_unknown = settings.step.loss_fn is None
+        self._looking_at: Callable[[], Call | None] = lambda: None
+        self._criterion: Criterion | None = None
+        """What was seen of a loss that nobody told of, and is not planned for yet."""
+
+    # -- as a CompileCache is used --------------------------------------------------------------------------------------
+
+    @property
+    def latest(self) -> Compiled | None:
+        """That of the signature and step used last."""
+        return self._latest.latest
+
+    @property
+    def specializations(self) -> list[int]:
+        """By signature: how many ways through the model are compiled, for the step asked for."""
+        return self.asked.specializations
+
+    def find(self, inputs: Inputs, autocast: Autocast | None) -> Compiled | None:
+        """Return what is compiled for the step asked for, if anything is."""
+        self._latest = self.asked
+        return self.asked.find(inputs, autocast)
+
+    def make(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        """Compile for the step asked for."""
+        return self.asked.make(inputs, autocast)
+
+    def plan_elsewhere(self, inputs: Inputs, autocast: Autocast | None) -> tuple[Plan, Report]:
+        """As :meth:`CompileCache.plan_elsewhere`."""
+        return self.asked.plan_elsewhere(inputs, autocast)
+
+    # -- training calls --------------------------------------------------------------------------------------------------
+
+    def run(self, inputs: Inputs, autocast: Autocast | None) -> Any:
+        """Return the model's output for a training call, under the plan of its step."""
+        compiled = self.for_call(inputs, autocast)
+        output, leaves = self._latest.run(compiled, inputs, autocast)
+        self.note(inputs, leaves)
+        return output
+
+    def note(self, inputs: Inputs, leaves: Sequence[Any]) -> None:
+        """Note the outputs of a training call."""
+        if self._settings.budget_bytes is not None:
+            call = self._watch.note(leaves)
+            if self._is_loss_unknown:
+                self._look_for_loss(call, inputs, leaves)
+
+    def for_call(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        """Return what is compiled for a training call, compiling it on first sight. Errors: as :func:`fxmem.optimize` tells
+        of the step asked for."""
+        latest = self.asked.latest
+        if self._settings.budget_bytes is None or latest is None or not isinstance(latest.captured, CaptureGraph):
+            self._watch.look()  # a model in parts is planned for the step asked for alone
+            return self._compiled(self._settings.step, inputs, autocast)
+        held_bytes, loop = self._watch.look(), self._watch.loop
+        if loop is not self._seen or self._criterion is not None:
+            self._seen = loop
+            grown = replace(self._step, loop=_grown(self._step.loop, loop))
+            if self._criterion is not None:
+                grown, self._criterion = replace(grown, loss_fn=self._criterion), None
+            if grown != self._step:
+                self._turn_to(grown, inputs, autocast)
+        step = self._step
+        if not step.accumulate and self._gradients_are_there():
+            step = replace(step, accumulate=True)
+        compiled = self._compiled(step, inputs, autocast)
+        if held_bytes and not step.loop.carried and held_bytes > self._room(compiled):
+            loop = replace(step.loop, carried=True, keeps_output=True)
+            self._turn_to(replace(self._step, loop=loop), inputs, autocast)
+            compiled = self._compiled(replace(step, loop=loop), inputs, autocast)
+        return compiled
+
+    def _compiled(self, step: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        cache = self._caches.get(step)
+        if cache is None:
+            cache = self._caches[step] = self.asked.for_step(step)
+        self._latest = cache
+        compiled = cache.find(inputs, autocast)
+        if compiled is not None:
+            return compiled
+        check_alone(self._model)
+        if cache is self.asked:
+            return cache.make(inputs, autocast)
+        try:
+            return cache.make(inputs, autocast)
+        except InfeasibleBudgetError as error:
+            cache.raise_budget(error.least_bytes)
+            self._warn(
+                _said_of(self._settings.step, step), None, error.least_bytes, "the least that a plan reaches", step
+            )
+            return cache.make(inputs, autocast)
+
+    def _look_for_loss(self, call: Call, inputs: Inputs, leaves: Sequence[Any]) -> None:
+        """Have the first backward looked at that reaches the outputs of ``call``, one call at a time."""
+        if self._looking_at() is not None:
+            return
+        self._looking_at = weakref.ref(call)
+        keys = {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        own = (*inputs.tensors, *self._model.parameters(), *self._model.buffers())
+        known = {storage_key(tensor) for tensor in own if has_storage(tensor)}
+        plans, stack, reference = weakref.ref(self), ExitStack(), self._looking_at
+
+        def show(roots: Sequence[Any]) -> None:
+            alive, here = reference(), plans()
+            if alive is None or here is None or not here._is_loss_unknown:
+                stack.close()
+            elif any(
+                node.metadata.get(CALL) is alive for node in nodes_under(roots, lambda node: CALL in node.metadata)
+            ):
+                stack.close()
+                here._is_loss_unknown = False
+                with suppress(Exception):  # what cannot be told is not known; the backward itself goes on
+                    here._criterion = seen_in(roots, lambda node: CALL in node.metadata, keys, known)
+                gc.collect()  # what is left of looking would hold what the graph has saved
+
+        stack.enter_context(graphs_shown_to(show))
+        weakref.finalize(self, stack.close)
+
+    def _turn_to(self, to: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> None:
+        """Plan for step ``to`` from now on; warn if the one that showed it went over the budget."""
+        before, self._step = self._step, to
+        if self._gradients_are_there():
+            before, to = replace(before, accumulate=True), replace(to, accumulate=True)
+        cache = self._caches.get(before, self.asked)
+        earlier = cache.find(inputs, autocast)
+        if earlier is None:
+            return
+        settings = replace(self._settings, step=self.asked.with_targets(to))
+        peak_bytes = peak_of(earlier, CompileContext(self._model, inputs, settings, autocast))
+        if peak_bytes > (self._settings.budget_bytes or peak_bytes):
+            new = self._compiled(to, inputs, autocast)
+            rest = f"from now on it is planned for, with a peak of {_mb(new.report.predicted_peak_bytes)}"
+            self._warn(_said_of(before, to), peak_bytes, new.report.predicted_peak_bytes, rest, to)
+
+    def _warn(self, what: str, seen_bytes: int | None, planned_bytes: int, rest: str, step: TrainingStep) -> None:
+        """Warn, once of each thing seen. ``seen_bytes``: the peak that a step had."""
+        if what in self._warned:
+            return
+        self._warned.add(what)
+        budget_bytes = self._settings.budget_bytes or 0
+        peak_bytes = planned_bytes if seen_bytes is None else seen_bytes
+        raised = f" Raise the budget to {planned_bytes} bytes to keep it." if planned_bytes > budget_bytes else ""
+        warnings.warn(
+            f"{type(self._model).__name__}: {what}; the step's peak is {peak_bytes} bytes ({_mb(peak_bytes)}), above the "
+            f"budget of {budget_bytes} bytes: {rest}.{raised} To plan for it from the first step on, pass "
+            f"fxmem.optimize(..., {_option_for(self._settings.step, step)}).",
+            stacklevel=level_of_user(),
+        )
+
+    def _gradients_are_there(self) -> bool:
+        """True if some parameters have a gradient."""
+        latest = self._latest.latest
+        if self._looked_at[0] is not latest and latest is not None:
+            parameters = [p for p in latest.captured.parameters if p.requires_grad]
+            stride = max(1, len(parameters) // NUM_LOOKED_AT)
+            self._looked_at = latest, tuple(parameters[::stride])
+        return any(parameter.grad is not None for parameter in self._looked_at[1])
+
+    def _room(self, compiled: Compiled) -> int:
+        room = self._roomy.get(id(compiled))
+        if room is None:
+            steps = report_planned_for(compiled).timeline.steps
+            most = max((step.live_bytes for step in steps if step.phase is Phase.FORWARD), default=0)
+            room = self._roomy[id(compiled)] = (self._settings.budget_bytes or 0) - most
+        return room
+
+
+def _grown(planned: Loop, seen: Loop) -> Loop:
+    """Return ``planned`` with what was ``seen`` beyond it. That outputs are let go counts only beside other things: alone
+    it lowers a peak."""
+    grown = Loop(
+        forwards=max(planned.forwards, seen.forwards),
+        backwards=max(planned.backwards, seen.backwards),
+        lets_go=planned.lets_go and seen.lets_go,
+        carried=planned.carried or seen.carried,
+        keeps_output=planned.keeps_output,
+    )
+    return replace(
+        grown, keeps_output=seen.keeps_output if grown != planned else grown.keeps_output or seen.keeps_output
+    )
+
+
+def _said_of(asked: TrainingStep, step: TrainingStep) -> str:
+    """Say what ``step`` has that was not asked for."""
+    parts = []
+    if step.accumulate and not asked.accumulate:
+        parts.append("gradients are there as the forward begins (micro-batches, or zero_grad(set_to_none=False))")
+    if isinstance(step.loss_fn, Criterion) and not isinstance(asked.loss_fn, Criterion):
+        parts.append("the loss is computed outside of the model")
+    loop, known = step.loop, asked.loop
+    if loop.forwards != known.forwards:
+        parts.append(f"{loop.forwards} forwards are alive before a backward")
+    if (loop.backwards, loop.lets_go) != (known.backwards, known.lets_go):
+        parts.append("a backward retains its graph (retain_graph=True)")
+    if loop.carried and not known.carried:
+        parts.append("the output of the step before is still referred to while the next forward runs")
+    return "; ".join(parts) or "the step is another one than planned for"
+
+
+def _option_for(asked: TrainingStep, step: TrainingStep) -> str:
+    parts = ["accumulate=True"] if step.accumulate and not asked.accumulate else []
+    parts += ["loss_fn=..., targets=..."] if isinstance(step.loss_fn, Criterion) else []
+    if step.loop != asked.loop:
+        default = Loop()
+        changed = {n: getattr(step.loop, n) for n in default.__slots__ if getattr(step.loop, n) != getattr(default, n)}
+        parts.append(f"loop=fxmem.Loop({', '.join(f'{name}={value}' for name, value in changed.items())})")
+    return ", ".join(parts) or "step=fxmem.TrainingStep(...)"
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3f} MB"

@@ -1,0 +1,190 @@
+"""Which plan of a Pareto set is taken: the cheapest whose step, emitted and run on fakes, keeps the budget.
+
+In: a profile, its points, a context. Out: an :class:`Emitted`. What a budget bounds may be more than a planned peak, by
+what CUDA's allocator adds or a training loop holds; so each plan that is tried is judged by its own step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxmem.errors import InfeasibleBudgetError
+from fxmem.ir import FrontierPoint, GraphProfile, Timeline, Verification
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.passes.contract import run_passes
+from fxmem.passes.emit import Emit
+from fxmem.planners.pareto import cheapest_within, pareto
+from fxmem.planners.plan_check import check_plan
+from fxmem.planners.plan_transfer import Planned, counterparts, of_same_graph, taken_over
+from fxmem.planners.policy import constrain, enforce
+from fxmem.planners.simulate import keep_all, simulate
+from fxmem.profiling.caching_allocator import AllocatorPeaks
+from fxmem.profiling.op_benchmark import with_times_like
+from fxmem.profiling.profile import Profiled
+from fxmem.profiling.training_step import ONCE
+from fxmem.profiling.verify import FakeStep, verify
+from fxmem.progress import stage
+from fxmem.report.peak import place_of
+
+MOST_TRIED = 6
+"""Points that are emitted where the least of a loop is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A plan written into the graph, and its step as it ran on fakes."""
+
+    point: FrontierPoint
+    timeline: Timeline
+    graph_module: fx.GraphModule
+    verification: Verification
+    cuda: AllocatorPeaks | None
+    """On CUDA: what the caching allocator makes of the step."""
+    bound_bytes: int
+    """What a budget bounds (:func:`bound_bytes`)."""
+
+
+def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | None:
+    """Emit the plan that keeps all the policy lets; None where its peak exceeds the budget."""
+    settings = context.settings
+    constrained, recomputed = constrain(profiled.profile, settings.policy)
+    point = pareto(enforce(constrained, [keeping_all(profiled.profile)], recomputed))[0]
+    most_bytes = math.inf if settings.budget_bytes is None else settings.budget_bytes
+    if point.peak_bytes > most_bytes:
+        return None
+    emitted = emit_point(profiled, context, point)
+    return emitted if emitted.bound_bytes <= most_bytes else None
+
+
+def emit_taken_over(
+    profiled: Profiled, context: CompileContext, earlier: Sequence[Planned]
+) -> tuple[Profiled, Emitted | None]:
+    """Emit the cheapest plan of an earlier size, by the times of the nearest one; None where none is good enough."""
+    earlier, settings = of_same_graph(profiled.profile, earlier), context.settings
+    if not earlier:
+        return profiled, None
+    assert settings.budget_bytes is not None, "without a budget all fits"
+    like = earlier[0].profile
+    profiled = with_times_like(profiled, like, counterparts(profiled.profile, like), context.hardware.seconds)
+    points = taken_over(profiled.profile, earlier, settings.policy, settings.budget_bytes)
+    return profiled, _emit_cheapest(profiled, context, points)
+
+
+def emit_within_budget(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted:
+    """Emit the cheapest point whose *verified* peak is within the budget. Errors: ``InfeasibleBudgetError``."""
+    emitted = _emit_cheapest(profiled, context, points)
+    if emitted is None:  # what comes on top of a planned peak differs from point to point: the least may fit still
+        budget_bytes = context.settings.budget_bytes
+        assert budget_bytes is not None
+        emitted = _emit_least(profiled, context, points)
+        if emitted.bound_bytes > budget_bytes:
+            raise _infeasible(profiled.profile, emitted, budget_bytes)
+    return emitted
+
+
+def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
+    """Where what the budget bounds exceeds it though the planned peak did not, take a point that much lower."""
+    budget_bytes = context.settings.budget_bytes
+    if budget_bytes is not None and context.step.loop != ONCE:
+        return _emit_in_loop(profiled, context, points, budget_bytes)
+    limit_bytes = points[0].peak_bytes if budget_bytes is None else budget_bytes
+    while (point := cheapest_within(points, limit_bytes)) is not None:
+        emitted = emit_point(profiled, context, point)
+        if budget_bytes is None or emitted.bound_bytes <= budget_bytes:
+            return emitted
+        limit_bytes = min(point.peak_bytes - 1, budget_bytes - (emitted.bound_bytes - point.peak_bytes))
+    return None
+
+
+def _emit_least(profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint]) -> Emitted:
+    """Emit the point of the least peak; in a loop, whose peaks fall otherwise, the least of some in the lower half."""
+    if context.step.loop == ONCE:
+        return emit_point(profiled, context, least_of(points))
+    lower = sorted(points, key=lambda point: point.peak_bytes)[: max(1, len(points) // 2)]
+    tried = lower[:: max(1, len(lower) // MOST_TRIED)]
+    return min((emit_point(profiled, context, point) for point in tried), key=lambda emitted: emitted.bound_bytes)
+
+
+def _emit_in_loop(
+    profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint], budget_bytes: int
+) -> Emitted | None:
+    """As :func:`_emit_cheapest`, where a step holds more than its plan's peak by bytes that fall with it: by bisection."""
+    within = sorted((p for p in points if p.peak_bytes <= budget_bytes), key=lambda point: point.peak_bytes)
+    best: Emitted | None = None
+    low, high = 0, len(within)
+    while low < high:
+        middle = (low + high) // 2
+        emitted = emit_point(profiled, context, within[middle])
+        if emitted.bound_bytes <= budget_bytes:
+            best, low = emitted, middle + 1
+        else:
+            high = middle
+    if best is None and within:
+        least = _emit_least(profiled, context, within)
+        best = least if least.bound_bytes <= budget_bytes else None
+    return best
+
+
+def emit_point(profiled: Profiled, context: CompileContext, point: FrontierPoint) -> Emitted:
+    """Write a plan into the graph and run its step on fakes."""
+    stage("checking the plan")
+    check_plan(profiled.profile, point.plan)
+    timeline = simulate(profiled.profile, point.plan)
+    graph_module = run_passes(profiled.captured, (Emit(point.plan),), context).graph_module
+    step = context.step
+    verification, events = verify(graph_module, profiled.captured, context.inputs, timeline, step, profiled.seen)
+    cuda = events.peaks(context.allocator_state()) if is_on_cuda(profiled) else None
+    bound = bound_bytes(verification.verified_bytes, cuda, context.settings)
+    return Emitted(point, timeline, graph_module, verification, cuda, bound)
+
+
+def bound_bytes(peak_bytes: int, cuda: AllocatorPeaks | None, settings: Settings) -> int:
+    """Return what a budget bounds of a step: its peak; on CUDA allocated or reserved bytes, as is asked for."""
+    if cuda is None:
+        return peak_bytes
+    return cuda.reserved_bytes if settings.budget_of == "reserved" else cuda.allocated_bytes
+
+
+def with_budget(context: CompileContext, eager: FakeStep, profiled: Profiled) -> CompileContext:
+    """Return ``context`` with its budget in bytes, where that is a share of what it bounds of eager's step."""
+    share = context.settings.budget_share
+    if share is None:
+        return context
+    cuda = eager.events.peaks() if is_on_cuda(profiled) else None
+    return context.with_settings(budget_bytes=int(share * bound_bytes(eager.peak_bytes, cuda, context.settings)))
+
+
+def is_on_cuda(profiled: Profiled) -> bool:
+    return any(device.type == "cuda" for device in profiled.devices)
+
+
+def keeping_all(profile: GraphProfile) -> FrontierPoint:
+    plan = keep_all(profile)
+    return FrontierPoint(plan, simulate(profile, plan).peak_bytes, 0.0)
+
+
+def least_of(points: Sequence[FrontierPoint]) -> FrontierPoint:
+    """Return the point of the least peak."""
+    return min(points, key=lambda point: point.peak_bytes)
+
+
+def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int) -> InfeasibleBudgetError:
+    timeline = least.timeline
+    tick, static = profile.ticks[timeline.peak_step], profile.static
+    rest_bytes = max(0, tick.start_bytes - static.total_bytes)
+    breakdown = (
+        ("parameters", static.parameters_bytes),
+        ("buffers", static.buffers_bytes),
+        ("batch", static.inputs_bytes),
+        ("optimizer state", static.optimizer_state_bytes),
+        ("gradients of earlier micro-batches", static.gradients_bytes),
+        ("gradients and loss", rest_bytes),
+        ("activations and working set", timeline.peak_bytes - static.total_bytes - rest_bytes),
+        ("workspaces of cuBLAS", static.library_bytes),
+        ("unused parts of CUDA's blocks", least.bound_bytes - timeline.peak_bytes),
+    )
+    return InfeasibleBudgetError(budget_bytes, least.bound_bytes, breakdown, str(place_of(profile, timeline.peak_step)))

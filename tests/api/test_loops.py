@@ -1,0 +1,221 @@
+"""The step that a training loop really makes is seen as it runs, and planned for, or told of once with its peak."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxmem
+from fxmem.api.module import OptimizedModule
+from tests.exactness import same_bits
+
+ROWS, WIDTH, LAYERS, CLASSES = 64, 16, 6, 200
+BATCHES = tuple(torch.randn(ROWS, WIDTH) for _ in range(2))
+Step = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], None]
+
+
+class Net(nn.Module):
+    def __init__(self, classes: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, classes) if classes != WIDTH else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x)).sin()
+        return self.head(x)
+
+
+def total(output: Tensor) -> Tensor:
+    return output.sum()
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
+    output = model(BATCHES[0])
+    output.sum().backward()
+    del output
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def micro_batches(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
+    for _ in range(2):
+        output = model(BATCHES[0])
+        output.sum().backward()
+        del output
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def siamese(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
+    one, other = model(BATCHES[0]), model(BATCHES[1])
+    (one.sum() + other.sum()).backward()
+    del one, other
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def same_loss_twice(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
+    loss = model(BATCHES[0]).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    del loss
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def graph_left(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
+    names["output"] = model(BATCHES[0])
+    names["loss"] = names["output"].sum()
+    names["loss"].backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def made(share: float, classes: int = WIDTH, **options: Any) -> tuple[OptimizedModule, torch.optim.Optimizer]:
+    """Return a model whose budget for one forward and one backward lies at this share between floor and eager peak."""
+    torch.manual_seed(0)
+    model = Net(classes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    asked: dict[str, Any] = {"optimizer": optimizer, "loss_fn": total, "cost": "cpu", "planner": "intervals", **options}
+    estimate = fxmem.estimate(model, BATCHES[0], **{**asked, "loop": fxmem.Loop()})
+    budget = int(estimate.floor_bytes + share * (estimate.peak_bytes - estimate.floor_bytes))
+    return fxmem.optimize(model, BATCHES[0], budget=budget, **asked), optimizer
+
+
+def peaks(
+    model: OptimizedModule, optimizer: torch.optim.Optimizer, step: Step, number: int = 4, targets: Tensor | None = None
+) -> tuple[list[int], list[str]]:
+    """Return the peaks of steps, and what was warned of. A step before which something is planned runs once more."""
+    names: dict[str, Any] = {}
+    used = (BATCHES[:2] if step is siamese else BATCHES[:1], targets)
+    found, said = [], []
+    for _ in range(number):
+        with warnings.catch_warnings(record=True) as caught, fxmem.track(model, optimizer, used) as memory:
+            warnings.simplefilter("always")
+            step(model, optimizer, names)
+        found.append(memory.peak_bytes)
+        said += [str(w.message) for w in caught if "fxmem.optimize(..., " in str(w.message)]
+    return found, said
+
+
+def test_a_plain_loop_is_planned_for_once() -> None:
+    model, optimizer = made(0.3)
+    found, said = peaks(model, optimizer, plain)
+    assert max(found) <= model.fxmem.settings.budget_bytes
+    assert not said
+    assert len(model.fxmem.plans._caches) == 1
+
+
+def test_gradients_of_micro_batches_are_found_at_the_second_one() -> None:
+    model, optimizer = made(0.3)
+    assert model.fxmem.report.static.gradients_bytes == 0
+    found, said = peaks(model, optimizer, micro_batches)
+    assert model.fxmem.report.static.gradients_bytes == sum(p.nbytes for p in model.parameters())
+    assert max(found[1:]) <= model.fxmem.settings.budget_bytes  # the first has planning in it
+    assert not said, "it was planned for in time"
+
+
+@pytest.mark.parametrize("step", [siamese, same_loss_twice, graph_left])
+def test_another_loop_is_told_of_once_with_its_peak_and_then_planned_for(step: Step) -> None:
+    model, optimizer = made(0.3)
+    budget = model.fxmem.settings.budget_bytes
+    found, said = peaks(model, optimizer, step)
+    assert len(said) == 1
+    assert f"above the budget of {budget} bytes" in said[0]
+    if step is not graph_left:  # the first has no step before
+        assert f"the step's peak is {found[0]} bytes" in said[0]
+        assert found[0] > budget
+    held = 0 if step is not graph_left else BATCHES[0].nbytes + 4  # what fxmem.track was given
+    assert max(found[2:]) - held <= budget
+
+
+def test_a_loop_that_no_plan_keeps_within_the_budget_is_told_of_with_the_least_peak() -> None:
+    model, optimizer = made(0.02)
+    found, said = peaks(model, optimizer, siamese)
+    assert len(said) == 1
+    assert f"the step's peak is {found[-1]} bytes" in said[0]
+    assert f"Raise the budget to {found[-1]} bytes" in said[0]
+
+
+def test_a_loop_may_be_asked_for_from_the_start() -> None:
+    model, optimizer = made(0.3, loop=fxmem.Loop(forwards=2))
+    found, said = peaks(model, optimizer, siamese, 2)
+    assert max(found) == model.fxmem.report.predicted_peak_bytes <= model.fxmem.settings.budget_bytes
+    assert not said
+
+
+def test_what_is_planned_for_on_the_way_changes_no_bit() -> None:
+    for step in (micro_batches, siamese, same_loss_twice):
+        model, optimizer = made(0.3)
+        torch.manual_seed(0)
+        eager = Net()
+        other = torch.optim.SGD(eager.parameters(), lr=1e-3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(3):
+                step(model, optimizer, {})
+                step(eager, other, {})
+        assert all(same_bits(a, b) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("criterion", [F.cross_entropy, F.mse_loss, "contrastive"])
+def test_a_loss_outside_of_the_model_is_seen_and_planned_for(criterion: Any) -> None:
+    targets = torch.randint(CLASSES, (ROWS,)) if criterion is F.cross_entropy else torch.randn(ROWS, CLASSES)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
+        output = model(BATCHES[0])
+        if criterion == "contrastive":
+            similar = F.normalize(output) @ F.normalize(output).t()
+            loss = F.mse_loss(similar.softmax(-1), torch.eye(ROWS))
+            del similar
+        else:
+            loss = criterion(output, targets)
+        loss.backward()
+        del output, loss
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made(0.05, CLASSES, loss_fn=None)
+    budget = model.fxmem.settings.budget_bytes
+    found, said = peaks(model, optimizer, step, targets=None if criterion == "contrastive" else targets)
+    assert len(said) == 1
+    assert "the loss is computed outside of the model" in said[0]
+    told = int(said[0].partition("the step's peak is ")[2].partition(" ")[0])
+    assert told == pytest.approx(found[0], rel=0.01)
+    assert max(found[2:]) <= max(budget, model.fxmem.report.predicted_peak_bytes)
+    assert max(found[2:]) == pytest.approx(model.fxmem.report.predicted_peak_bytes, rel=0.01)
+
+
+def test_targets_follow_the_batch_and_a_smaller_last_batch_trains() -> None:
+    labels = torch.randint(WIDTH, (ROWS,))
+    asked: dict[str, Any] = {"loss_fn": F.cross_entropy, "targets": labels, "optimizer": None}
+    model = fxmem.optimize(Net(), BATCHES[0], budget=10**9, cost="cpu", **asked)
+    for rows in (ROWS, ROWS // 2, 3):
+        with fxmem.track(model, BATCHES[0][:rows].clone(), labels[:rows].clone()) as memory:
+            x, y = BATCHES[0][:rows].clone(), labels[:rows].clone()
+        with fxmem.track(model, x, y) as memory:
+            output = model(x)
+            loss = F.cross_entropy(output, y)
+            loss.backward()
+            del output, loss
+            for parameter in model.parameters():
+                parameter.grad = None
+        assert model.fxmem.report.static.inputs_bytes == x.nbytes + y.nbytes
+        if rows == ROWS:
+            assert memory.peak_bytes == model.fxmem.report.predicted_peak_bytes
+
+
+def test_targets_without_a_loss_are_rejected() -> None:
+    with pytest.raises(fxmem.InputError, match="arguments of loss_fn=, which is missing"):
+        fxmem.TrainingStep(targets=BATCHES[0])
+
+
+@pytest.mark.parametrize("number", [0, 1.5, True])
+def test_numbers_of_a_loop_are_checked(number: Any) -> None:
+    with pytest.raises(fxmem.InputError, match="forwards of a loop must be a number above 0"):
+        fxmem.Loop(forwards=number)
