@@ -142,13 +142,13 @@ def test_smaller_sizes_run_under_the_plan_of_the_largest(padded: bool | None) ->
     eager, optimized = pair(budget)
     same_step(eager, optimized, call(4, 9, padded=padded))  # one size: nothing is symbolic yet
     same_step(eager, optimized, call(4, 12, padded=padded))
-    num_planned = optimized.fxmem.plans.num_planned
+    num_planned = optimized.fxmem.plans.asked.num_planned
     assert optimized.fxmem.plan.dropped
     for rows, length in ((4, 9), (4, 7), (3, 12), (2, 2), (4, 11), (4, 7), (2, 5)):
         peak = same_step(eager, optimized, call(rows, length, padded=padded))
         report = optimized.fxmem.report
         assert peak == report.predicted_peak_bytes <= budget
-    assert optimized.fxmem.plans.num_planned == num_planned
+    assert optimized.fxmem.plans.asked.num_planned == num_planned
     assert report.planner.endswith("of a larger size")
 
 
@@ -156,7 +156,7 @@ def test_without_a_budget_larger_sizes_are_served_too() -> None:
     eager, optimized = pair()
     for rows, length in ((4, 6), (4, 9), (3, 4), (6, 20)):
         same_step(eager, optimized, call(rows, length))
-    assert optimized.fxmem.plans.num_planned == 2  # the first, and that of symbolic sizes
+    assert optimized.fxmem.plans.asked.num_planned == 2  # the first, and that of symbolic sizes
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_a_size_at_which_the_graph_does_otherwise_gets_its_own_plan(
     eager, optimized = pair(tight_budget(call(4, 12)))
     for length in (11, 12):
         same_step(eager, optimized, call(4, length))
-    planned = optimized.fxmem.plans.num_planned
+    planned = optimized.fxmem.plans.asked.num_planned
 
     def otherwise(tape: NotingTape) -> None:
         monkeypatch.undo()
@@ -175,20 +175,20 @@ def test_a_size_at_which_the_graph_does_otherwise_gets_its_own_plan(
 
     monkeypatch.setattr(NotingTape, "close", otherwise)
     same_step(eager, optimized, call(4, 5))  # buffers and random state as eager's: what was given up left nothing
-    assert optimized.fxmem.plans.num_planned == planned + 1
+    assert optimized.fxmem.plans.asked.num_planned == planned + 1
     same_step(eager, optimized, call(4, 5))
-    assert optimized.fxmem.plans.num_planned == planned + 1
+    assert optimized.fxmem.plans.asked.num_planned == planned + 1
 
 
 def test_a_size_with_a_larger_storage_than_planned_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, optimized = pair(tight_budget(call(4, 12)))
     for length in (11, 12):
         same_step(eager, optimized, call(4, length))
-    planned = optimized.fxmem.plans.num_planned
+    planned = optimized.fxmem.plans.asked.num_planned
     table = optimized.fxmem.graph_module.fxmem_tape.table
     object.__setattr__(table, "nbytes", (1,) * len(table.nbytes))
     same_step(eager, optimized, call(4, 5))
-    assert optimized.fxmem.plans.num_planned == planned + 1
+    assert optimized.fxmem.plans.asked.num_planned == planned + 1
 
 
 def test_images_by_channels_last_share_a_plan() -> None:
@@ -196,7 +196,7 @@ def test_images_by_channels_last_share_a_plan() -> None:
     optimized = fxmem.optimize(model, planner="chen", optimizer=None)
     for side in (8, 6, 10, 12):
         optimized(torch.randn(2, 3, side, side).contiguous(memory_format=torch.channels_last)).sum().backward()
-    assert optimized.fxmem.plans.num_planned == 2
+    assert optimized.fxmem.plans.asked.num_planned == 2
 
 
 def test_the_user_hears_of_prepare_after_many_growing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_prepare_plans_for_the_worst_of_all_batches_and_leaves_random_states(
     for size in sizes:
         peak = same_step(eager, optimized, call(*size))
         assert peaks.get((size,), peak) == peak
-    assert optimized.fxmem.plans.num_planned == 1
+    assert optimized.fxmem.plans.asked.num_planned == 1
 
 
 def test_prepare_plans_for_both_ways_of_a_mask() -> None:
@@ -244,7 +244,7 @@ def test_prepare_plans_for_both_ways_of_a_mask() -> None:
     assert fxmem.prepare(optimized, batches).num_plans == 2
     for padded in (True, False):
         same_step(eager, optimized, call(3, 5, padded=padded, counted=True))
-    assert optimized.fxmem.plans.num_planned == 2
+    assert optimized.fxmem.plans.asked.num_planned == 2
 
 
 def test_lengths_are_those_of_the_examples_sequences() -> None:
@@ -252,7 +252,7 @@ def test_lengths_are_those_of_the_examples_sequences() -> None:
         Texts(), example_kwargs=call(3, 6).call()[1], shapes=[4, 9, 7], planner="chen", optimizer=None
     )
     optimized(**call(2, 8).call()[1])
-    assert optimized.fxmem.plans.num_planned == 1
+    assert optimized.fxmem.plans.asked.num_planned == 1
 
 
 def test_what_cannot_be_prepared_for_is_said() -> None:
