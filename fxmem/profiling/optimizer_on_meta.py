@@ -1,0 +1,77 @@
+"""What an optimizer's step allocates, seen on meta tensors: some ten times faster than on fakes.
+
+In: a step, its parameters, and what the backward leaves. Out: a :class:`RecordedStep` for the runs of the step, or None.
+Only for optimizers of ``torch.optim`` on the CPU: what they do depends on sizes and dtypes of what they are given, and of
+the device only on whether it has multi-tensor kernels, which the CPU and the meta device have not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fxmem.profiling.optimizer_step import (
+    RecordedStep,
+    SeenOptimizer,
+    WatchedOptimizer,
+    clears_all,
+    optimizer_over,
+)
+from fxmem.profiling.storage_tracker import StorageTracker
+from fxmem.profiling.training_step import Gradients, TrainingStep, optimizer_class, usual_gradients
+from fxmem.runtime.layout import Geometry
+
+
+def usual_step(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> RecordedStep | None:
+    """Return what a step of most models leaves and allocates: a gradient like itself on each parameter that requires grad.
+
+    Runs that are told of it find out whether it holds. None where gradients stay from step to step, which may be any.
+    """
+    if step.accumulate or not clears_all(step, parameters):
+        return None
+    gradients = usual_gradients(parameters)
+    return RecordedStep(gradients, None if step.scaler else _seen(step, parameters, gradients))
+
+
+def _seen(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients: Gradients) -> SeenOptimizer | None:
+    optimizer = step.optimizer
+    cls = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
+    cls = cls if isinstance(cls, type) else type(cls)
+    if not cls.__module__.startswith("torch.optim.") or any(p.device.type != "cpu" for p in parameters):
+        return None
+    with torch.device("cpu"):
+        try:
+            return _two_steps(step, parameters, gradients)
+        except Exception:  # fused kernels, or a step that reads values: to be seen on fakes
+            return None
+
+
+def _two_steps(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients: Gradients) -> SeenOptimizer | None:
+    """Step once, which makes the state, and once more watched."""
+    twins = [_on_meta(Geometry.of(p)).requires_grad_(p.requires_grad) for p in parameters]
+    learning = {id(p): twin for p, twin in zip(parameters, twins, strict=True) if p.requires_grad}
+    optimizer = optimizer_over(step.optimizer, learning)
+    if optimizer is None:
+        return None
+    tracker = StorageTracker()
+    watched = WatchedOptimizer(optimizer, tracker)
+    tracker.hold(twins)
+    _give(twins, gradients)
+    optimizer.step()
+    _give(twins, [None] * len(twins))  # which are not its state
+    watched.hold()
+    _give(twins, gradients)
+    tracker.hold(twin.grad for twin in twins if twin.grad is not None)
+    with tracker:
+        watched.step()
+    return watched.seen(twins)
+
+
+def _give(twins: Sequence[torch.Tensor], gradients: Sequence[Geometry | None]) -> None:
+    for twin, gradient in zip(twins, gradients, strict=True):
+        twin.grad = None if gradient is None else _on_meta(gradient)
+
+
+def _on_meta(like: Geometry) -> torch.Tensor:
+    return like._replace(device=torch.device("meta")).blank()
