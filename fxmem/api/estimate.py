@@ -212,7 +212,7 @@ class Estimate(PlainData):
         return self._question.frontier()
 
     def report(self, budget: float | str | None = None) -> Report:
-        """Return the report of the plan that :func:`fxmem.optimize` would make for ``budget``, on the device of the estimate.
+        """Return the report of the plan that :func:`fxmem.optimize` would make for ``budget`` on the estimate's device.
 
         Errors: ``BudgetError``, ``InfeasibleBudgetError``, ``CaptureError``, ``ProfileError``.
         """
