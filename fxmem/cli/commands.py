@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import fxmem
 from fxmem.cli.output import DOES_NOT_FIT, FITS, Answer, Table, bytes_table, sized
 from fxmem.cli.session import Session
-from fxmem.devices import DEVICES
+from fxmem.devices import DEVICES, GIB
 from fxmem.errors import InfeasibleBudgetError, InputError, unit_of
 
 Command = Callable[[argparse.Namespace], Answer]
@@ -100,22 +100,18 @@ def frontier(arguments: argparse.Namespace) -> Answer:
 
 def devices(arguments: argparse.Namespace) -> Answer:
     """Return the GPUs that are known by name."""
+    known = list(DEVICES.values())
     rows = tuple(
         (
             d.name,
-            f"{d.memory_bytes / (1 << 30):.1f}",
+            f"{d.memory_bytes / GIB:.1f}",
             f"{d.bytes_per_second / 1e9:.0f}",
             f"{d.half_flops_per_second / 1e12:.0f}",
         )
-        for d in DEVICES.values()
+        for d in known
     )
     table = Table(("name", "GiB", "GB/s", "TFLOP/s in bf16"), rows, "GPUs known by name")
-    data = {
-        "devices": [
-            {"name": d.name, "memory_bytes": d.memory_bytes, "bytes_per_second": d.bytes_per_second}
-            for d in DEVICES.values()
-        ]
-    }
+    data = {"devices": [asdict(device) for device in known]}
     return Answer("devices", f"{len(rows)} GPUs are known; none of them needs to be here", data, (table,))
 
 

@@ -51,9 +51,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     for name, text in HELP.items():
-        command = commands.add_parser(name, help=text, description=f"Tell {text}.", formatter_class=_Help)
+        usage = f"fxmem {name} [options]" if name == "devices" else f"fxmem {name} MODEL [options]"
+        command = commands.add_parser(name, usage=usage, help=text, description=f"Tell {text}.", formatter_class=_Help)
         if name != "devices":
-            command.add_argument("model", help="such as torchvision:resnet50 (see fxmem --help)")
+            command.add_argument("model", metavar="MODEL", help="such as torchvision:resnet50 (see fxmem --help)")
             add_options(command, "model", OF_MODEL)
             add_options(command, "step", OF_STEP)
             add_options(command, "memory", OF_MEMORY)

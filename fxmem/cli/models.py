@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -168,8 +169,7 @@ def _hugging_face(name: str, arguments: Arguments) -> LoadedModel:
 
 
 def _parameters(module: torch.nn.Module) -> tuple[str, ...]:
-    code = module.forward.__code__
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return tuple(inspect.signature(module.forward).parameters)
 
 
 def _inputs_of(config: Any, module: torch.nn.Module) -> tuple[tuple[str, ...], tuple[Assumed, ...]]:
@@ -181,7 +181,7 @@ def _inputs_of(config: Any, module: torch.nn.Module) -> tuple[tuple[str, ...], t
         return (), ()
     longest = getattr(text, "max_position_embeddings", None) or MOST_TOKENS
     shape = f"1x{min(int(longest), MOST_TOKENS)}:int64<{entries}"
-    names = [each for each in ("input_ids", "labels") if each in takes]
+    names: list[str] = [each for each in ("input_ids", "labels") if each in takes]
     if "decoder_input_ids" in takes and "labels" not in takes:
         names.append("decoder_input_ids")
     inputs = tuple(f"{each}={shape}" for each in names)

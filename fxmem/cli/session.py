@@ -80,12 +80,11 @@ class Session:
 
     def _loss(self, name: str) -> LossFn | None:
         if name in LOSSES:
-            function, meaning = LOSSES[name]
-            self._assume("loss", name, meaning)
-            return function
+            self._assume("loss", name, LOSSES[name][1])
+            return LOSSES[name][0]
         module, colon, attribute = name.partition(":")
         try:
-            found: LossFn = getattr(importlib.import_module(module), attribute) if colon else None
+            found: LossFn | None = getattr(importlib.import_module(module), attribute) if colon else None
         except (ImportError, AttributeError):
             found = None
         if found is None:
@@ -101,7 +100,7 @@ class Session:
             self.assumed += [each for each in loaded.assumed if each.what != "input"]
         if not texts:
             raise InputError(
-                f"say what {loaded.name} is called with, such as --input 32x3x224x224 or --input name=4x512:int64"
+                f"say what {loaded.name} is called with: --input 32x3x224x224, or --input name=4x512:int64"
             )
         specs = [input_named(text) for text in texts]
         batch = self._text(OF_MODEL[2], assume=False)

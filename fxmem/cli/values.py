@@ -134,7 +134,7 @@ def optimizer_named(text: str) -> OptimizerLike:
     given = settings_named(rest.split(","))
 
     def __init__(self: Any, params: Any, **others: Any) -> None:
-        cls.__init__(self, params, **{**others, **given})  # type: ignore[misc]
+        cls.__init__(self, params, **{**others, **given})
 
     body = {"__init__": __init__, "__module__": cls.__module__}
     made: type[torch.optim.Optimizer] = type(cls.__name__, (cls,), body)

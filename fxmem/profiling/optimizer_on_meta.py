@@ -35,9 +35,8 @@ def usual_step(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> Record
 
 
 def _seen(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients: Gradients) -> SeenOptimizer | None:
-    optimizer = step.optimizer
-    cls = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
-    cls = cls if isinstance(cls, type) else type(cls)
+    given = optimizer_class(step.optimizer) if isinstance(step.optimizer, str) else step.optimizer
+    cls = given if isinstance(given, type) else type(given)
     if not cls.__module__.startswith("torch.optim.") or any(p.device.type != "cpu" for p in parameters):
         return None
     with torch.device("cpu"):

@@ -104,6 +104,8 @@ class StepWatch(ScalarReads):
         self._site, self._call, self._clock = NOWHERE, 0, 0
         self._live = self._most = self._peak = self._peak_at = self._peak_step = 0
         self._peak_place = (Phase.FORWARD, NOWHERE)
+        self._node: int | None = None
+        self._since = self._peak_since = 0
         self._numbers: list[int] = []
         self._sites: list[CallSite] = []
         self._tracker: StorageTracker | None = None
@@ -118,6 +120,7 @@ class StepWatch(ScalarReads):
         if beside or name == "__get__":
             return super().__torch_function__(func, types, args, kwargs)
         self._site, self._call = CallSite(_plain(name), self._source()), self._call + 1
+        self._since = self._clock
         self._doubtful |= func in _READS or (self._on_cuda and name in _SAVING_UNSEEN)
         try:
             output = super().__torch_function__(func, types, args, kwargs)
@@ -169,7 +172,7 @@ class StepWatch(ScalarReads):
         self._most = max(self._most, self._live)
         if self._live > self._peak or phase is None:
             self._peak, self._peak_at, self._peak_step = self._live, self._clock, len(self._steps)
-            self._peak_place = (phase or Phase.FORWARD, site)
+            self._peak_place, self._peak_since = (phase or Phase.FORWARD, site), self._since
 
     def beside(self, listener: Listener) -> Listener:
         """Return a listener that tells both ``listener`` and this one."""
@@ -190,8 +193,8 @@ class StepWatch(ScalarReads):
     ) -> None:
         """Take what is there now as there at the start: what is none of these is state of the optimizer."""
         self._tracker = tracker
-        for storage in self._storages.values():
-            storage.kind = "optimizer_state"
+        for held in self._storages.values():
+            held.kind = "optimizer_state"
         # What several names share is of the first kind.
         kinds = ("inputs", inputs), ("buffers", buffers), ("gradients", gradients), ("parameters", parameters)
         for kind, tensors in kinds:
@@ -237,7 +240,7 @@ class StepWatch(ScalarReads):
             return "loss"
         if storage.phase is not Phase.FORWARD or (storage.call == self._call_at_peak() and not storage.shown):
             return "temporaries"
-        if storage.read < self._peak_at and storage.shown and not storage.returned:
+        if storage.read < self._peak_since and storage.shown and not storage.returned:
             return "held_by_code"
         return "activations" if storage.shown or storage.returned else "internals"
 
@@ -255,6 +258,8 @@ class StepWatch(ScalarReads):
         if self._phase is Phase.BACKWARD and self._site is NOWHERE:
             node: Any = current_backward_node()
             number = None if node is None else sequence_of(node)
+            if number != self._node:  # what a node has read is there until it ends
+                self._node, self._since = number, self._clock
             if number is not None and (i := bisect_left(self._numbers, number)) < len(self._sites):
                 return self._phase, self._sites[i]
             return self._phase, NOWHERE if node is None else CallSite(str(node.name()), Source())

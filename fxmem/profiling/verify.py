@@ -151,7 +151,7 @@ def _fake_step(
     watch = StepWatch(subject.owner) if watching else None
     tracker = StorageTracker(
         log.note if watch is None else watch.beside(log.note),
-        watch and watch.note_op,
+        None if watch is None else watch.note_op,
         memory,
         on_library=log.note_library,
         on_workspace=log.note_workspace,
