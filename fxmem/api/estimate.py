@@ -32,7 +32,7 @@ from fxmem.capture.graph import CaptureGraph, Inputs, device_of
 from fxmem.devices import DeviceModel, device_named
 from fxmem.errors import FxMemError, ProfileError, first_lines, unit_of
 from fxmem.fake.fake_tensors import FakeWorld, gradients_untouched
-from fxmem.fake.stand_in import cuda_model, standing_in
+from fxmem.fake.stand_in import cuda_model, standing_in, stands_for
 from fxmem.ir import PlainData, Timeline
 from fxmem.passes.context import CompileContext
 from fxmem.pipeline import (
@@ -44,9 +44,11 @@ from fxmem.pipeline import (
     profile_for_short_memory,
 )
 from fxmem.planners.plan_transfer import Planned
+from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.optimizer_on_meta import usual_step
 from fxmem.profiling.optimizer_step import RecordedStep
+from fxmem.profiling.step_watch import Alive
 from fxmem.profiling.verify import EagerCall, FakeStep, eager_step
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.peak import Breakdown, Place, breakdown_at_peak, place_of_peak
@@ -130,6 +132,12 @@ class Question:
         planned = self._plan()
         return frontier_from(planned.profile, planned.points)
 
+    def graph_peak_bytes(self) -> int:
+        """Return the peak of the captured graph's own step."""
+        with self.on_fakes():
+            profile = self.context.profile_of(self._captured()).profile
+        return simulate(profile, keep_all(profile)).peak_bytes
+
     def report(self, budget_bytes: int | None) -> Report:
         """Return what is planned for a budget. Errors: ``InfeasibleBudgetError``."""
         context = self.context.with_settings(budget_bytes=budget_bytes)
@@ -197,6 +205,8 @@ class Estimate(PlainData):
     cuda: AllocatorPeaks | None
     """For a step on CUDA: what the caching allocator makes of it (:mod:`fxmem.profiling.caching_allocator`), cuBLAS's
     workspaces included."""
+    alive: tuple[Alive, ...] = field(repr=False)
+    """Each storage that is alive at the peak, with the call that made it."""
     _question: Question = field(repr=False, compare=False)
 
     @property
@@ -206,6 +216,14 @@ class Estimate(PlainData):
         Errors: ``CaptureError``, ``ProfileError``.
         """
         return self._question.floor_bytes()
+
+    @property
+    def graph_peak_bytes(self) -> int:
+        """Peak if each value went right after its last use, whatever names the model's code has for it: that of the graph.
+
+        Errors: ``CaptureError``, ``ProfileError``.
+        """
+        return self._question.graph_peak_bytes()
 
     def frontier(self) -> Frontier:
         """Return what every budget costs, as :func:`fxmem.frontier` does, on the device of the estimate."""
@@ -291,11 +309,20 @@ def estimate(
     settings = without_measuring(settings_of(options), model, elsewhere=gpu is not None)
     world = FakeWorld(inputs.leaves, where, moved=gpu is not None)
     if gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
-        inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+        inputs = _on_fakes(inputs, world)
     context = CompileContext(model, inputs, settings, region_of_step(model, settings.step, where.type))
     question = Question(context, world, where.type == "cuda", gpu)
     with told(f"estimating a training step of {type(model).__name__}", CAPTURE_SECONDS):
         return _estimate(question)
+
+
+def _on_fakes(inputs: Inputs, world: FakeWorld) -> Inputs:
+    """Return ``inputs`` as fakes, of whose values the real ones are asked."""
+    fakes = tuple(world.fake_all(leaf) for leaf in inputs.leaves)
+    for fake, leaf in zip(fakes, inputs.leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and fake is not leaf:
+            stands_for(fake, leaf)
+    return Inputs(fakes, inputs.spec)
 
 
 def _place_of_step(
@@ -330,5 +357,6 @@ def _estimate(question: Question) -> Estimate:
         timeline=Timeline(ran.peak_bytes, watched.peak_step, 0.0, 0, steps),
         bound_bytes=question.bound_bytes(ran),
         cuda=ran.events.peaks() if question.on_cuda else None,
+        alive=watched.alive,
         _question=question,
     )

@@ -98,6 +98,29 @@ def frontier(arguments: argparse.Namespace) -> Answer:
     return _of(session, Answer("frontier", headline, fxmem.Frontier(points).to_dict(), (table,), notes, status))
 
 
+def advise(arguments: argparse.Namespace) -> Answer:
+    """Return what each habit brings, and the smallest stack that fits."""
+    session = Session(arguments)
+    advice = session.advise()
+    unit, scale = unit_of(advice.peak_bytes)
+    rows = tuple(
+        (
+            row.label,
+            "-" if row.peak_bytes is None else f"{row.peak_bytes / scale:.4f}",
+            "-" if row.saved_bytes is None else f"{row.saved_bytes / scale:.4f}",
+            row.disruption,
+            {True: "yes", False: "no", None: "-"}[row.fits],
+        )
+        for row in advice.rows
+    )
+    table = Table(("habit", f"peak, {unit}", f"saves, {unit}", "disruption", "fits"), rows, "habits")
+    todo = [f"write: {line}" for line in advice.lines()]
+    why = [f"{row.label}: {row.note}" for row in advice.rows if row.note]
+    fits = advice.limit_bytes is None or advice.peak_bytes <= advice.limit_bytes
+    status = FITS if fits or (advice.stack is not None and advice.stack.fits) else DOES_NOT_FIT
+    return _of(session, Answer("advise", advice.verdict, advice.to_dict(), (table,), (*todo, *why), status))
+
+
 def devices(arguments: argparse.Namespace) -> Answer:
     """Return the GPUs that are known by name."""
     known = list(DEVICES.values())
@@ -149,4 +172,10 @@ def _of(session: Session, answer: Answer) -> Answer:
     return replace(answer, model=model, assumed=tuple(session.assumed))
 
 
-COMMANDS: dict[str, Command] = {"estimate": estimate, "plan": plan, "frontier": frontier, "devices": devices}
+COMMANDS: dict[str, Command] = {
+    "estimate": estimate,
+    "plan": plan,
+    "frontier": frontier,
+    "advise": advise,
+    "devices": devices,
+}

@@ -31,6 +31,7 @@ HELP = {
     "estimate": "the peak of a training step, what holds it, and whether it fits",
     "plan": "the cheapest plan that keeps a budget",
     "frontier": "what every budget costs",
+    "advise": "what each habit that saves memory brings, and the least that suffices",
     "devices": "the GPUs that are known by name",
 }
 

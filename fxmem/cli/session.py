@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ from fxmem.devices import device_named
 from fxmem.errors import CaptureError, FxMemError, InputError, ProfileError
 from fxmem.profiling.training_step import LossFn
 
+Asked = TypeVar("Asked")
+
 
 @dataclass(slots=True)
 class Session:
@@ -43,27 +46,36 @@ class Session:
 
         Errors: ``InputError`` for what is written wrongly, else those of :func:`fxmem.estimate`.
         """
+        return self._asked(fxmem.estimate)
+
+    def advise(self) -> fxmem.Advice:
+        """Return advice on the step within the limit. Errors: as :meth:`estimate`."""
+
+        def within_limit(*args: Any, **options: Any) -> fxmem.Advice:
+            return fxmem.advise(*args, budget=None if self.limit is None else self.limit[0], **options)
+
+        return self._asked(within_limit)
+
+    def _asked(self, ask: Callable[..., Asked]) -> Asked:
         try:
-            return self._estimate(on_meta=True)
+            return self._ask(ask, on_meta=True)
         except Exception as error:
             own = isinstance(error, FxMemError) and not isinstance(error, CaptureError | ProfileError)
             if own and "meta" not in str(error):
                 raise
             self.assumed.clear()
-            answer = self._estimate(on_meta=False)
+            answer = self._ask(ask, on_meta=False)
         self.assumed.append(Assumed("model made on", "cpu", "it cannot be made or followed on the meta device"))
         return answer
 
-    def _estimate(self, on_meta: bool) -> fxmem.Estimate:
+    def _ask(self, ask: Callable[..., Asked], on_meta: bool) -> Asked:
         options = self._options()
-        dtype_name = self._text(OF_MODEL[3])
-        dtype = floating_named(dtype_name)
+        dtype = floating_named(self._text(OF_MODEL[3]))
         loaded = load_model(self.arguments.model, settings_named(self._texts(OF_MODEL[0])), on_meta)
         self.model = loaded
         model = loaded.module if dtype is torch.float32 else loaded.module.to(dtype)
         args, kwargs = self._call(loaded, dtype, "meta" if on_meta else "cpu")
-        device = self._device()
-        return fxmem.estimate(model, args, kwargs, device=device, **options)
+        return ask(model, args, kwargs, device=self._device(), **options)
 
     def _options(self) -> dict[str, Any]:
         loss, optimizer, autocast, accumulate = OF_STEP

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fxmem.fake.stand_in import original_of
 from fxmem.profiling.optimizer_step import (
     RecordedStep,
     SeenOptimizer,
@@ -49,7 +50,7 @@ def _seen(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients: Gra
 def _two_steps(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients: Gradients) -> SeenOptimizer | None:
     """Step once, which makes the state, and once more watched."""
     twins = [_on_meta(Geometry.of(p)).requires_grad_(p.requires_grad) for p in parameters]
-    learning = {id(p): twin for p, twin in zip(parameters, twins, strict=True) if p.requires_grad}
+    learning = {id(original_of(p)): twin for p, twin in zip(parameters, twins, strict=True) if p.requires_grad}
     optimizer = optimizer_over(step.optimizer, learning)
     if optimizer is None:
         return None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fxmem.fake.fake_tensors import ScalarReads
-from fxmem.ir import Phase, Source, TimelineStep
+from fxmem.ir import Phase, PlainData, Source, TimelineStep
 from fxmem.op_facts.kinds import ReadsScalar, SavesUnseen
 from fxmem.op_facts.lookup import by_op
 from fxmem.profiling.storage_tracker import Listener, StorageTracker, has_storage, parts_of
@@ -31,7 +31,7 @@ PHASES_OF_MODEL = (Phase.FORWARD, Phase.LOSS)
 
 
 @dataclass(frozen=True, slots=True)
-class CallSite:
+class CallSite(PlainData):
     """One call of a function of torch by the model or its loss."""
 
     name: str
@@ -65,13 +65,14 @@ class _Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class Alive(PlainData):
     """A storage that is alive at the peak."""
 
     kind: str
-    """A field of :class:`fxmem.report.peak.Breakdown`, without ``_bytes``."""
+    """A field of :class:`fxmem.Breakdown`, without ``_bytes``."""
     nbytes: int
     site: CallSite
+    """Which call of torch made it; empty of what was there when the step began."""
 
 
 @dataclass(frozen=True, slots=True)
