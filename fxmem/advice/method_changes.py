@@ -15,6 +15,9 @@ RANK = 8
 """Of the low-rank updates."""
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def half_batch(subject: Subject) -> Subject:
     """Train on half the batch."""
     batch = subject.batch
@@ -51,7 +54,7 @@ def half_resolution(subject: Subject) -> Subject:
 def frozen_norms(subject: Subject) -> Subject:
     """Let BatchNorm use its running statistics, and learn nothing."""
     changed = subject.with_model()
-    norms = [m for m in changed.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    norms = [m for m in changed.model.modules() if isinstance(m, BATCH_NORMS) and m.training]
     if not norms:
         raise NotApplicable("no BatchNorm is in training mode")
     for norm in norms:

@@ -15,9 +15,10 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -96,6 +97,7 @@ def _built(what: str, factory: Callable[..., Any], arguments: Arguments) -> torc
 def unknown(what: str, name: str, known: Sequence[str]) -> InputError:
     """Return the error that names the nearest of the known names."""
     near = difflib.get_close_matches(name, known, NAMED, 0.5) or sorted(known)[:NAMED]
+    near += [each for each in known if each not in near][: NAMED - len(near)]
     more = f" and {len(known) - len(near)} more" if len(known) > len(near) else ""
     return InputError(f"no {what} is called {name!r}; known are {', '.join(near)}{more}")
 
@@ -156,16 +158,20 @@ def _hugging_face(name: str, arguments: Arguments) -> LoadedModel:
         if not hasattr(config, key):
             raise unknown(f"setting of {type(config).__name__}", key, sorted(config.to_dict()))
         setattr(config, key, value)
-    own = next((getattr(transformers, n, None) for n in config.architectures or ()), None)
-    heads = [own._from_config] if own is not None else []
-    for head in (getattr(transformers, each) for each in _HEADS):
-        if type(config) in head._model_mapping:
-            heads.append(head.from_config)
-    if not heads:
-        raise InputError(f"transformers has no model to train for {type(config).__name__}")
-    module = _built(f"transformers' {name}", lambda: heads[0](config), {})
+    module = _built(f"transformers' {name}", lambda: _of_config(transformers, config), {})
     inputs, more = _inputs_of(config, module)
     return LoadedModel(module, name, inputs, (*assumed, *more), "labels" in _parameters(module))
+
+
+def _of_config(transformers: Any, config: Any) -> torch.nn.Module:
+    """Return the model that a configuration names, else the first of :data:`_HEADS` that takes it."""
+    own = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
+    if own is not None:
+        return cast(torch.nn.Module, own(config))
+    for head in _HEADS:
+        with suppress(ValueError):  # it is of another kind
+            return cast(torch.nn.Module, getattr(transformers, head).from_config(config))
+    raise InputError(f"transformers has no model to train for {type(config).__name__}")
 
 
 def _parameters(module: torch.nn.Module) -> tuple[str, ...]:

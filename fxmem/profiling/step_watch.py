@@ -2,7 +2,7 @@
 
 In: the step that :func:`fxmem.profiling.verify.eager_step` runs, without a captured graph. Out: a :class:`WatchedStep` of
 plain numbers. Nothing of it changes what is allocated or when: module paths and source lines are read from the frames of
-the interpreter, and of those only ``nn.Module._wrapped_call_impl`` is asked for its locals.
+the interpreter, and of those only that of ``nn.Module.__call__`` is asked for its locals.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxmem.torch_private import current_backward_node, sequence_of, tree_leaves
 
 _OURS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 """Folders of fxmem and of torch: code there is not the user's."""
-_CALL: CodeType = torch.nn.Module._wrapped_call_impl.__code__
+_CALL: CodeType = torch.nn.Module.__call__.__code__  # type: ignore[attr-defined]
 PHASES_OF_MODEL = (Phase.FORWARD, Phase.LOSS)
 
 
