@@ -34,9 +34,11 @@ from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_measured_times, with_times_like
+from fxmem.profiling.optimizer_on_meta import state_bytes
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
+from fxmem.report.modules import ModuleRow, module_rows
 from fxmem.report.peak import place_of
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
@@ -101,8 +103,14 @@ def compile_model(
         notes=_notes(settings, profiled.captured),
         inplace=graph.inplace,
         cuda=emitted.cuda,
+        modules=_modules(context, profiled.profile, emitted.point.plan),
     )
     return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned)
+
+
+def _modules(context: CompileContext, profile: GraphProfile, plan: Plan) -> tuple[ModuleRow, ...]:
+    states = state_bytes(context.settings.step, tuple(context.model.parameters()))
+    return module_rows(context.model, profile, plan, lambda parameter: states.get(id(parameter)))
 
 
 # -- profiles and frontiers ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from fxmem.cli.output import DOES_NOT_FIT, FITS, Answer, Table, bytes_table, siz
 from fxmem.cli.session import Session
 from fxmem.devices import DEVICES, GIB
 from fxmem.errors import InfeasibleBudgetError, InputError, unit_of
+from fxmem.report.modules import table_cells
 
 Command = Callable[[argparse.Namespace], Answer]
 
@@ -74,6 +75,26 @@ def plan(arguments: argparse.Namespace) -> Answer:
     notes = (*report.notes, f"in the training script: model = fxmem.optimize(model, budget={limit}, ...)")
     table = bytes_table("memory of one training step", pairs, report.eager_peak_bytes)
     return _of(session, Answer("plan", headline, data, (table,), notes))
+
+
+def report(arguments: argparse.Namespace) -> Answer:
+    """Return what each module holds under the plan for a budget, or as it is."""
+    session = Session(arguments)
+    found = session.estimate()
+    try:
+        made = found.report(session.limit and session.limit[0])
+    except InfeasibleBudgetError as error:
+        return _of(
+            session,
+            Answer("report", str(error), {"fits": False, "least_bytes": error.least_bytes}, status=DOES_NOT_FIT),
+        )
+    unit, cells = table_cells(made.modules, arguments.depth)
+    heads = ("module", "class", f"parameters, {unit}", "gradients", "optimizer", "saved", "recomputed", "ms")
+    table = Table(heads, tuple(cells), "by module")
+    budget = "as it is" if session.limit is None else f"within {sized(session.limit[0])}"
+    headline = f"peak {sized(made.predicted_peak_bytes)} {budget}, at {made.peak_at}"
+    data = {k: v for k, v in made.to_dict().items() if k not in ("timeline", "eager_timeline", "graph")}
+    return _of(session, Answer("report", headline, data, (table,), made.notes))
 
 
 def frontier(arguments: argparse.Namespace) -> Answer:
@@ -176,6 +197,7 @@ COMMANDS: dict[str, Command] = {
     "estimate": estimate,
     "plan": plan,
     "frontier": frontier,
+    "report": report,
     "advise": advise,
     "devices": devices,
 }

@@ -32,6 +32,7 @@ HELP = {
     "plan": "the cheapest plan that keeps a budget",
     "frontier": "what every budget costs",
     "advise": "what each habit that saves memory brings, and the least that suffices",
+    "report": "what each module holds: parameters, gradients, state, saved, recomputed",
     "devices": "the GPUs that are known by name",
 }
 
@@ -64,6 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "estimate":
             command.add_argument("--floor", action="store_true", help="plan, and tell the least reachable peak too")
             command.add_argument("--max-batch", action="store_true", help="find the largest batch that fits, too")
+        if name == "report":
+            command.add_argument("--depth", metavar="N", type=int, help="parts of a module path to tell apart")
         if name == "frontier":
             command.add_argument("--points", metavar="N", type=int, default=16, help="as many are shown, 0: all (16)")
     return parser

@@ -19,7 +19,7 @@ from fxmem.profiling.optimizer_step import (
     clears_all,
     optimizer_over,
 )
-from fxmem.profiling.storage_tracker import StorageTracker
+from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import Gradients, TrainingStep, optimizer_class, usual_gradients
 from fxmem.runtime.layout import Geometry
 
@@ -45,6 +45,29 @@ def _seen(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients: Gra
             return _two_steps(step, parameters, gradients)
         except Exception:  # fused kernels, or a step that reads values: to be seen on fakes
             return None
+
+
+def state_bytes(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of the optimizer's state of each parameter, by its id; empty where they cannot be seen one by one.
+
+    Parameters that are alike have like state, unless an optimizer that was given has groups of them.
+    """
+    grouped = isinstance(step.optimizer, torch.optim.Optimizer)
+    learning = {id(p): (id(p) if grouped else 0, Geometry.of(p)) for p in parameters if p.requires_grad}
+    twins = {key: _on_meta(key[1]).requires_grad_() for key in learning.values()}
+    try:
+        of_parameter = {id(original_of(p)): twins[learning[id(p)]] for p in parameters if id(p) in learning}
+        optimizer = optimizer_over(step.optimizer, of_parameter if grouped else {id(t): t for t in twins.values()})
+        if optimizer is None:
+            return dict.fromkeys(learning, 0)
+        for twin in twins.values():
+            twin.grad = torch.empty_like(twin)
+        optimizer.step()
+    except Exception:  # it reads values, or takes no such gradients
+        return {}
+    held = {key: tensors_of(tuple(optimizer.state[twin].values())) for key, twin in twins.items()}
+    nbytes = {key: sum(t.untyped_storage().nbytes() for t in tensors) for key, tensors in held.items()}
+    return {parameter: nbytes[key] for parameter, key in learning.items()}
 
 
 def _two_steps(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients: Gradients) -> SeenOptimizer | None:
