@@ -97,22 +97,23 @@ def _peak_bytes(found: Estimate, ways: set[str], limit_bytes: int | None) -> int
 
 def row_of(habit: Habit, evaluator: Evaluator, base: Estimate, limit_bytes: int | None) -> Row:
     """Return what one habit brings to a step whose estimate as it is is ``base``."""
+    disruption, note = habit.reach(evaluator.subject)
+    peak_bytes: int | None = None
     try:
-        peak_bytes: int | None = evaluator.peak_bytes((habit,))
-        note = habit.note
+        peak_bytes = evaluator.peak_bytes((habit,))
     except NotApplicable as reason:
-        peak_bytes, note = None, str(reason)
+        note = str(reason)
     except FxMemError as error:
-        peak_bytes, note = None, f"cannot be made here: {first_lines(error, 160)}"
+        note = f"cannot be made here: {first_lines(error, 160)}"
     saved = None if peak_bytes is None else base.bound_bytes - peak_bytes
     if habit.measured_as == "graph" and saved:
         note = f"held at the peak: {held_in_words(base)}"
     if saved == 0:
-        note = f"brings nothing: the peak is at {place_in_words(base.peak_at)}, and it frees nothing there"
+        note = f"brings nothing: it frees nothing at the peak, {place_in_words(base.peak_at)}"
     elif saved is not None and saved < 0:
         note = f"adds {-saved} bytes at the peak" + (f"; {note}" if note else "")
     fits = None if limit_bytes is None or peak_bytes is None else peak_bytes <= limit_bytes
-    return Row(habit.name, habit.label, str(habit.disruption), peak_bytes, saved, fits, habit.line, note)
+    return Row(habit.name, habit.label, str(disruption), peak_bytes, saved, fits, habit.line, note)
 
 
 def held_in_words(found: Estimate, most: int = 3) -> str:
@@ -138,14 +139,15 @@ def smallest_stack(
     """
     saved = {row.name: row.saved_bytes for row in rows if row.saved_bytes is not None and row.saved_bytes > 0}
     useful = [habit for habit in habits if habit.name in saved]
+    reach = {habit.name: habit.reach(evaluator.subject)[0] for habit in useful}
     nearest: Stack | None = None
     for size in range(1, MOST_CHANGES + 1):
-        for stack in _promising(useful, saved, size, base_bytes, limit_bytes):
+        for stack in _promising(useful, reach, saved, size, base_bytes - limit_bytes):
             try:
                 peak_bytes = evaluator.peak_bytes(stack)
             except (NotApplicable, FxMemError):
                 continue
-            names, farthest = tuple(habit.name for habit in stack), max(habit.disruption for habit in stack)
+            names, farthest = tuple(habit.name for habit in stack), max(reach[habit.name] for habit in stack)
             found = Stack(names, peak_bytes, peak_bytes <= limit_bytes, str(farthest))
             if found.fits:
                 return found
@@ -155,13 +157,13 @@ def smallest_stack(
 
 
 def _promising(
-    habits: Iterable[Habit], saved: dict[str, int], size: int, base_bytes: int, limit_bytes: int
+    habits: Iterable[Habit], reach: dict[str, Disruption], saved: dict[str, int], size: int, missing_bytes: int
 ) -> Iterator[tuple[Habit, ...]]:
     """Yield stacks of one size that may fit, the least disruptive first; of each disruption those that save most."""
     stacks = [s for s in combinations(habits, size) if len({habit.group for habit in s}) == size]
     for disruption in Disruption:
-        these = [s for s in stacks if max(habit.disruption for habit in s) is disruption]
+        these = [s for s in stacks if max(reach[habit.name] for habit in s) is disruption]
         these.sort(key=lambda s: -sum(saved[habit.name] for habit in s))
         # Savings overlap more often than they help one another, which they can by moving the peak.
-        hopeful = [s for s in these if base_bytes - 1.5 * sum(saved[h.name] for h in s) <= limit_bytes]
+        hopeful = [s for s in these if 1.5 * sum(saved[habit.name] for habit in s) >= missing_bytes]
         yield from (hopeful or these[:1])[:MOST_TRIES]

@@ -42,11 +42,16 @@ class Habit:
     """What to write."""
     group: str
     """Of two habits of one group, only one can be had."""
-    note: str = ""
-    """What else it does."""
+    with_batch_norm: tuple[Disruption, str] | None = None
+    """How far it reaches where a BatchNorm is in training mode, and what it does to it."""
     measured_as: str = "step"
     """``step``: the changed model's own; ``plan``: what fxmem's plan makes of it; ``graph``: its graph's, without the names
     that the model's code holds values by."""
+
+    def reach(self, subject: Subject) -> tuple[Disruption, str]:
+        """Return how far it reaches in a subject, and what else it does."""
+        normed = any(isinstance(m, method_changes.BATCH_NORMS) and m.training for m in subject.model.modules())
+        return self.with_batch_norm if normed and self.with_batch_norm is not None else (self.disruption, "")
 
 
 N, S, V, M = Disruption.NONE, Disruption.SUM_ORDER, Disruption.NUMERICS, Disruption.METHOD
@@ -73,10 +78,10 @@ HABITS: tuple[Habit, ...] = (
           "images = F.interpolate(images, scale_factor=0.5)", "size"),
     Habit("micro_2", "two micro-batches", S, changes.micro_batches(2),
           "(loss / 2).backward()  # for each half of the batch, then optimizer.step()", "batch",
-          "BatchNorm then normalizes over half the batch"),
+          (M, "BatchNorm then normalizes over half the batch")),
     Habit("micro_4", "four micro-batches", S, changes.micro_batches(4),
           "(loss / 4).backward()  # for each quarter of the batch, then optimizer.step()", "batch",
-          "BatchNorm then normalizes over a quarter of the batch"),
+          (M, "BatchNorm then normalizes over a quarter of the batch")),
     Habit("half_batch", "half the batch", M, method_changes.half_batch,
           "DataLoader(..., batch_size=batch_size // 2)", "batch"),
     # In which precision.
@@ -99,9 +104,10 @@ HABITS: tuple[Habit, ...] = (
           "torch.optim.AdamW(..., fused=True)", "optimizer_kernel"),
     # How the forward is run.
     Habit("offload", "saved tensors in host memory", N, changes.offload,
-          "with torch.autograd.graph.save_on_cpu(): loss = ...", "recompute", "at the speed of the bus"),
+          "with torch.autograd.graph.save_on_cpu(): loss = ...", "recompute"),
     Habit("checkpoint", "torch's checkpoint around each block", N, changes.checkpoint_blocks,
-          "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)", "recompute"),
+          "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)", "recompute",
+          (V, "BatchNorm's statistics are then updated twice a step")),
     Habit("names", "intermediates let go after their last use", N, lambda subject: subject,
           "del x  # or no name for it", "names", measured_as="graph"),
     Habit("plan", "fxmem's plan", N, lambda subject: subject,

@@ -136,7 +136,10 @@ def advise(arguments: argparse.Namespace) -> Answer:
     )
     table = Table(("habit", f"peak, {unit}", f"saves, {unit}", "disruption", "fits"), rows, "habits")
     todo = [f"write: {line}" for line in advice.lines()]
-    why = [f"{row.label}: {row.note}" for row in advice.rows if row.note]
+    of_note: dict[str, list[str]] = {}
+    for row in advice.rows:
+        of_note.setdefault(row.note, []).append(row.label)
+    why = [f"{', '.join(labels)}: {note}" for note, labels in of_note.items() if note]
     fits = advice.limit_bytes is None or advice.peak_bytes <= advice.limit_bytes
     status = FITS if fits or (advice.stack is not None and advice.stack.fits) else DOES_NOT_FIT
     return _of(session, Answer("advise", advice.verdict, advice.to_dict(), (table,), (*todo, *why), status))
