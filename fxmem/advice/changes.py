@@ -36,7 +36,7 @@ def fused_attention(subject: Subject) -> Subject:
         raise NotApplicable("no attention that is written out was found" if used is None else f"it runs {used} already")
     changed = subject.with_model()
     model: Any = changed.model
-    model.config._attn_implementation = "sdpa"
+    model.set_attn_implementation("sdpa")
     return changed
 
 

@@ -59,7 +59,7 @@ N, S, V, M = Disruption.NONE, Disruption.SUM_ORDER, Disruption.NUMERICS, Disrupt
 HABITS: tuple[Habit, ...] = (
     # What the model is.
     Habit("attention", "fused attention kernels", V, changes.fused_attention,
-          'model.config._attn_implementation = "sdpa"', "attention"),
+          'model.set_attn_implementation("sdpa")', "attention"),
     Habit("cache", "no cache of keys and values", N, changes.without_cache, "model.config.use_cache = False", "cache"),
     Habit("inplace", "in-place activations", N, changes.inplace_activations,
           "nn.ReLU(inplace=True)", "inplace"),

@@ -8,6 +8,7 @@ the device only on whether it has multi-tensor kernels, which the CPU and the me
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -40,7 +41,10 @@ def _seen(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients: Gra
     cls = given if isinstance(given, type) else type(given)
     if not cls.__module__.startswith("torch.optim.") or any(p.device.type != "cpu" for p in parameters):
         return None
-    with torch.device("cpu"):
+    around = (
+        nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    )  # a mode slows each call
+    with around:
         try:
             return _two_steps(step, parameters, gradients)
         except Exception:  # fused kernels, or a step that reads values: to be seen on fakes
@@ -80,15 +84,39 @@ def _two_steps(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients
     tracker = StorageTracker()
     watched = WatchedOptimizer(optimizer, tracker)
     tracker.hold(twins)
-    _give(twins, gradients)
-    optimizer.step()
-    _give(twins, [None] * len(twins))  # which are not its state
+    _first_step(optimizer, twins, gradients)
     watched.hold()
     _give(twins, gradients)
     tracker.hold(twin.grad for twin in twins if twin.grad is not None)
     with tracker:
         watched.step()
     return watched.seen(twins)
+
+
+def _first_step(optimizer: torch.optim.Optimizer, twins: Sequence[torch.Tensor], gradients: Gradients) -> None:
+    """Make the state. Of parameters that are alike and in one group, the first one's; the others get copies of it."""
+    groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    alike: dict[object, list[torch.Tensor]] = {}
+    for twin, gradient in zip(twins, gradients, strict=True):
+        if id(twin) in groups:
+            alike.setdefault((groups[id(twin)], Geometry.of(twin), gradient), []).append(twin)
+    first = {id(members[0]) for members in alike.values()}
+    _give(twins, [g if id(t) in first else None for t, g in zip(twins, gradients, strict=True)])
+    optimizer.step()
+    _give(twins, [None] * len(twins))  # which are not its state
+    for members in alike.values():
+        state = optimizer.state.get(members[0], {})
+        for other in members[1:]:
+            optimizer.state[other] = {name: _copy(value) for name, value in state.items()}
+    in_order = {
+        p: optimizer.state[p] for group in optimizer.param_groups for p in group["params"] if p in optimizer.state
+    }
+    optimizer.state.clear()
+    optimizer.state.update(in_order)
+
+
+def _copy(value: object) -> object:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _give(twins: Sequence[torch.Tensor], gradients: Sequence[Geometry | None]) -> None:

@@ -7,12 +7,13 @@ the interpreter, and of those only that of ``nn.Module.__call__`` is asked for i
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -268,7 +269,7 @@ class StepWatch(ScalarReads):
 
     def _source(self) -> Source:
         """Return the module and the user's line that call torch now."""
-        frame: FrameType | None = sys._getframe(2)
+        frame = inspect.currentframe()
         path = line = ""
         while frame is not None and not (path and line):
             code = frame.f_code

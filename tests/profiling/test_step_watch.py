@@ -124,7 +124,7 @@ SEEN_ON_META = ("adadelta", "adagrad", "adam", "adamax", "adamw", "nadam", "rada
 
 @pytest.mark.parametrize("name", SEEN_ON_META)
 def test_an_optimizer_allocates_on_meta_what_it_does_on_fakes(name: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Conv2d(4, 4, 3), nn.Embedding(10, 3))
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Conv2d(4, 4, 3), nn.Embedding(10, 3), nn.Linear(8, 8))
     model[0].bias.requires_grad_(False)
     parameters = list(model.parameters())
     usual = usual_step(TrainingStep(optimizer=name), parameters)
