@@ -171,7 +171,7 @@ def optimizer_option(**options: Any) -> Change:
                 raise NotApplicable(f"{cls.__name__} has no option {', '.join(options)}")
             return subject.with_step(optimizer=with_options(cls, **{**given.defaults, **options}))
         try:
-            cls([torch.zeros(1, requires_grad=True)], **options)  # type: ignore[arg-type]
+            cls([torch.zeros(1, requires_grad=True)], **options)
         except (TypeError, RuntimeError) as error:
             raise NotApplicable(f"{cls.__name__} takes no {', '.join(options)}") from error
         return subject.with_step(optimizer=with_options(cls, **options))

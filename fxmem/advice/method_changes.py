@@ -82,9 +82,8 @@ class LowRank(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base
-        like = {"dtype": base.weight.dtype, "device": base.weight.device}
-        self.down = nn.Parameter(torch.empty(RANK, base.in_features, **like))
-        self.up = nn.Parameter(torch.zeros(base.out_features, RANK, **like))
+        self.down = nn.Parameter(base.weight.detach().new_empty(RANK, base.in_features))
+        self.up = nn.Parameter(base.weight.detach().new_zeros(base.out_features, RANK))
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
 
     def forward(self, x: torch.Tensor) -> Any:

@@ -67,7 +67,9 @@ class Subject:
         optimizer = self.step.optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             return replace(self, model=model)
-        moved = {id(old): new for old, new in zip(self.model.parameters(), model.parameters(), strict=True)}
+        moved: dict[int, torch.Tensor] = {
+            id(old): new for old, new in zip(self.model.parameters(), model.parameters(), strict=True)
+        }
         return replace(self, model=model).with_step(optimizer=_rebuilt(optimizer, moved))
 
 

@@ -27,7 +27,7 @@ from fxmem.torch_private import current_backward_node, sequence_of, tree_leaves
 
 _OURS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 """Folders of fxmem and of torch: code there is not the user's."""
-_CALL: CodeType = torch.nn.Module.__call__.__code__  # type: ignore[attr-defined]
+_CALL: CodeType = torch.nn.Module.__call__.__code__
 PHASES_OF_MODEL = (Phase.FORWARD, Phase.LOSS)
 
 
