@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from fxmem.advice.subject import NotApplicable, Subject, cut, floating
 from fxmem.profiling.training_step import optimizer_class
 
 Change = Callable[[Subject], Subject]
+NUM_PIECES = 8
+"""Of the tokens, where head and loss run piece by piece."""
 
 
 # -- the model -----------------------------------------------------------------------------------------------------------
@@ -94,6 +98,40 @@ def offload(subject: Subject) -> Subject:
 
     model.forward = offloading
     return changed
+
+
+class ChunkedHead(torch.nn.Module):
+    """A language model of transformers whose head and loss run over pieces of the tokens, recomputed in the backward."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> Any:
+        outputs = importlib.import_module("transformers.modeling_outputs")
+        hidden = self.model.base_model(input_ids=input_ids, **others)[0]
+        rows, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        pieces = zip(rows.chunk(NUM_PIECES), targets.chunk(NUM_PIECES), strict=True)
+        losses = [checkpoint(self._loss, piece, target, use_reentrant=False) for piece, target in pieces]
+        return outputs.CausalLMOutput(loss=torch.stack(losses).sum() / targets.numel())
+
+    def _loss(self, piece: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = self.model.get_output_embeddings()(piece)
+        return torch.nn.functional.cross_entropy(logits.float(), target, reduction="sum")
+
+
+def chunked_head(subject: Subject) -> Subject:
+    """Take head and loss of a language model of transformers piece by piece: no tensor has all logits."""
+    model: Any = subject.model
+    is_causal = hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and "labels" in subject.kwargs
+    if (
+        not is_causal
+        or "input_ids" not in subject.kwargs
+        or not type(model).__name__.endswith(("LMHeadModel", "CausalLM"))
+    ):
+        raise NotApplicable("it is no causal language model of transformers that is given labels by name")
+    changed = subject.with_model()
+    return replace(changed, model=ChunkedHead(changed.model).train())
 
 
 # -- the call ------------------------------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ HABITS: tuple[Habit, ...] = (
     Habit("cache", "no cache of keys and values", N, changes.without_cache, "model.config.use_cache = False", "cache"),
     Habit("inplace", "in-place activations", N, changes.inplace_activations,
           "nn.ReLU(inplace=True)", "inplace"),
+    Habit("chunked_head", "head and loss of a language model in eight pieces", S, changes.chunked_head,
+          "loss = sum(checkpoint(head_and_loss, piece) for piece in hidden.chunk(8))", "head"),
     Habit("pooling", "global pooling before the first large linear layer", M, method_changes.global_pooling,
           "nn.AdaptiveAvgPool2d(1)", "pooling"),
     Habit("frozen_norms", "frozen BatchNorm", M, method_changes.frozen_norms,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxmem
 from benchmarks.advice import Stepper, applied
+from benchmarks.libraries import import_library
 from fxmem.advice.habits import HABITS, Disruption
 from fxmem.advice.subject import Subject
 from fxmem.profiling.training_step import TrainingStep
@@ -71,7 +72,7 @@ def advice_on(subject: Subject, **options: Any) -> fxmem.Advice:
     return fxmem.advise(subject.model, subject.args, step=subject.step, plan_seconds=1, cost="cpu", **options)
 
 
-APPLICABLE_TO_NEITHER = {"attention", "cache", "set_to_none", "offload"}
+APPLICABLE_TO_NEITHER = {"attention", "cache", "chunked_head", "set_to_none", "offload"}
 
 
 @pytest.mark.slow
@@ -139,3 +140,22 @@ def test_rows_say_what_they_bring_or_why_not() -> None:
     assert "| habit" in advice.to_markdown()
     with pytest.raises(fxmem.InputError, match="no habit is called 'magic'; known are"):
         advice["magic"]
+
+
+@pytest.mark.slow
+def test_the_head_in_pieces_gives_the_loss_of_the_whole_in_less_memory() -> None:
+    transformers = import_library("transformers")
+    config = transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=16, n_layer=1, n_head=2, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    ids = torch.randint(0, 256, (4, 64))
+    subject = Subject(model, (), {"input_ids": ids, "labels": ids}, TrainingStep(optimizer="adamw"))
+    (habit,) = (habit for habit in HABITS if habit.name == "chunked_head")
+    changed = habit.change(subject)
+    expected, found = (s.model(**s.kwargs).loss for s in (subject, changed))
+    assert torch.allclose(expected, found, atol=1e-5)
+    told = fxmem.estimate(changed.model, (), changed.kwargs, step=changed.step)
+    assert Stepper(changed).peak_bytes() == told.peak_bytes
+    assert told.peak_bytes < fxmem.estimate(model, (), subject.kwargs, step=subject.step).peak_bytes
