@@ -20,7 +20,7 @@ from fxmem.report.peak import Place
 
 MOST_CHANGES = 4
 """In a stack."""
-MOST_TRIES = 8
+MOST_TRIES = 4
 """Of stacks of one size and disruption that are estimated."""
 
 
