@@ -42,10 +42,12 @@ from fxmem.planners.policy import constrain, enforce
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import simulate
 from fxmem.profiling.op_benchmark import with_measured_times
+from fxmem.profiling.optimizer_on_meta import state_bytes
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
+from fxmem.report.modules import ModuleRow, module_rows
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
 from fxmem.torch_patches import as_in_training
@@ -119,6 +121,7 @@ def compile_model(
         notes=_notes(settings, profiled.captured),
         inplace=graph.inplace,
         cuda=emitted.cuda,
+        modules=_modules(context, profiled.profile, emitted.point.plan),
     )
     return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
 
@@ -130,6 +133,11 @@ def peak_of(compiled: Compiled, context: CompileContext) -> int:
         verification, events = verify(graph, captured, context.inputs, timeline, context.step)
     on_cuda = any(p.is_cuda for p in captured.parameters)
     return bound_bytes(verification.verified_bytes, events.peaks() if on_cuda else None, context.settings)
+
+
+def _modules(context: CompileContext, profile: GraphProfile, plan: Plan) -> tuple[ModuleRow, ...]:
+    states = state_bytes(context.step, tuple(context.model.parameters()))
+    return module_rows(context.model, profile, plan, lambda parameter: states.get(id(parameter)))
 
 
 # -- profiles and frontiers ------------------------------------------------------------------------------------------
