@@ -211,9 +211,10 @@ def _said(model: torch.nn.Module, parts: Sequence[_PlannedPart], refused: Captur
     share = num_elements(*(p.part.module for p in parts)) / num_elements(model)
     paths = [p.part.path for p in parts]
     named = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
+    why = str(refused).partition(". ")[0].rstrip(".")
     return (
         f"{type(model).__name__} is planned in parts, not as a whole: {len(parts)} with {share:.0%} of its parameters "
-        f"({named}), under one budget for all of the step; the rest runs as it is. Why: {str(refused).partition('. ')[0].rstrip('.')}."
+        f"({named}), under one budget for all of the step; the rest runs as it is. Why: {why}."
     )
 
 
