@@ -22,7 +22,8 @@ class FxMemCallback(TrainerCallback):
     """Trains the Trainer's model inside a memory budget: ``Trainer(..., callbacks=[FxMemCallback(budget_gb=8)])``.
 
     - ``budget_gb`` in 10^9 bytes, or ``budget`` as for :func:`fxmem.optimize`, whose other options are taken too. The
-      optimizer and whether gradients accumulate are the Trainer's, unless ``step``, ``optimizer`` or ``accumulate`` is given.
+      optimizer is the Trainer's, and so is whether gradients accumulate, unless ``step``, ``optimizer`` or
+      ``accumulate`` is given.
 
     A model that was optimized before is left as it is. The model's own activation checkpointing is switched off: the plan
     decides what is recomputed. Errors: those of :func:`fxmem.optimize_`.
@@ -39,13 +40,7 @@ class FxMemCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
     ) -> None:
-        if getattr(model, "is_gradient_checkpointing", False):
-            model.gradient_checkpointing_disable()
-            warnings.warn(
-                "gradient_checkpointing is switched off, for fxmem plans what is recomputed; leave it out of "
-                "TrainingArguments",
-                stacklevel=2,
-            )
+        _without_checkpointing(model)
         if self._ours is None or self._options.keys() & {"step", "optimizer", "accumulate"}:
             return
         options = {name: self._options[name] for name in ("loss_fn", "autocast", "scaler") if name in self._options}
@@ -55,6 +50,26 @@ class FxMemCallback(TrainerCallback):
             **options,
         )
         self._ours.fxmem.plan_anew(step)
+
+
+def _without_checkpointing(model: Any) -> None:
+    for is_on, off in _CHECKPOINTING:
+        if hasattr(model, is_on):
+            if getattr(model, is_on):
+                getattr(model, off)()
+                warnings.warn(
+                    "the model's activation checkpointing is switched off, for fxmem plans what is recomputed; leave it "
+                    "out of TrainingArguments",
+                    stacklevel=3,
+                )
+            return
+
+
+_CHECKPOINTING = (
+    ("is_activation_checkpointing", "activation_checkpointing_disable"),
+    ("is_gradient_checkpointing", "gradient_checkpointing_disable"),
+)
+"""What transformers calls it, and what it called it before."""
 
 
 def _optimized_in(model: torch.nn.Module) -> FxMemModule | None:
