@@ -128,7 +128,11 @@ class LoopPlans:
             compiled = self._compiled(replace(step, loop=loop), inputs, autocast)
         return compiled
 
-    def _compiled(self, step: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+    def _compiled(
+        self, step: TrainingStep, inputs: Inputs, autocast: Autocast | None, seen_bytes: int | None = None
+    ) -> Compiled:
+        """Return what is compiled for a call of ``step``. ``seen_bytes``: the peak that such a step had under another plan,
+        which is told of where no plan keeps the budget."""
         cache = self._caches.get(step)
         if cache is None:
             cache = self._caches[step] = self.asked.for_step(step)
@@ -143,9 +147,8 @@ class LoopPlans:
             return cache.make(inputs, autocast)
         except InfeasibleBudgetError as error:
             cache.raise_budget(error.least_bytes)
-            self._warn(
-                _said_of(self._settings.step, step), None, error.least_bytes, "the least that a plan reaches", step
-            )
+            rest = f"the least that a plan reaches is {_mb(error.least_bytes)}"
+            self._warn(_said_of(self._settings.step, step), seen_bytes, error.least_bytes, rest, step)
             return cache.make(inputs, autocast)
 
     def _look_for_loss(self, call: Call, inputs: Inputs, leaves: Sequence[Any]) -> None:
@@ -186,7 +189,7 @@ class LoopPlans:
         settings = replace(self._settings, step=self.asked.with_targets(to))
         peak_bytes = peak_of(earlier, CompileContext(self._model, inputs, settings, autocast))
         if peak_bytes > (self._settings.budget_bytes or peak_bytes):
-            new = self._compiled(to, inputs, autocast)
+            new = self._compiled(to, inputs, autocast, peak_bytes)
             rest = f"from now on it is planned for, with a peak of {_mb(new.report.predicted_peak_bytes)}"
             self._warn(_said_of(before, to), peak_bytes, new.report.predicted_peak_bytes, rest, to)
 
