@@ -25,6 +25,21 @@ def grouped_matmuls(on: bool) -> object:
     return outcome(run)
 
 
+@canary(patched=(3, 5), plain="raises")
+def ctc_losses(on: bool) -> object:
+    """Shape of the table that a fake CTC loss saves, by sequence and target: one sequence of three steps, two targets."""
+
+    def run() -> object:
+        with FakeTensorMode(), patches.ctc_losses() if on else nullcontext():
+            probabilities = torch.empty(3, 1, 4, requires_grad=True).log_softmax(-1)
+            targets, lengths = torch.ones(1, 2, dtype=torch.long), torch.tensor([3])
+            loss, table = torch.ops.aten._ctc_loss(probabilities, targets, lengths, torch.tensor([2]))
+            torch.autograd.grad(loss.sum(), probabilities)
+            return tuple(table.shape[1:])
+
+    return outcome(run)
+
+
 @canary(patched="made", plain="raises")
 def no_value_checks(on: bool) -> object:
     """Whether a distribution can be made of fakes."""

@@ -214,3 +214,35 @@ def test_a_submodule_of_torchscript_is_named(make: Any) -> None:
     for entry_point in (fxmem.estimate, fxmem.frontier):
         with pytest.raises(fxmem.CaptureError, match=r"holds the torch\.jit\.ScriptModule '1'"):
             entry_point(model, torch.randn(8, 4))
+
+
+# -- losses whose fakes torch lacks ---------------------------------------------------------------------------------------
+
+
+class Transcriber(nn.Module):
+    """Probabilities of four letters over time, and the CTC loss of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor, texts: torch.Tensor, lengths: Any) -> torch.Tensor:
+        return functional.ctc_loss(self.layers(x).log_softmax(-1), texts, *lengths)
+
+
+def test_a_ctc_loss_is_planned() -> None:
+    x, texts, lengths = torch.randn(24, 8, 16), torch.randint(1, 4, (8, 5)), (torch.full((8,), 24), torch.full((8,), 5))
+    model = Transcriber()
+    options: dict[str, Any] = {"optimizer": None, "planner": "chen"}
+    floor = fxmem.optimize(model, (x, texts, lengths), **options).fxmem.report.floor_bytes
+    optimized = fxmem.optimize(model, (x, texts, lengths), budget=floor, **options)
+    gradients = []
+    for candidate in (model, optimized):
+        model.zero_grad()
+        with fxmem.track(model, x, texts, lengths) as memory:
+            loss = candidate(x, texts, lengths)
+            loss.backward()
+        gradients.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *gradients))
+    assert memory.peak_bytes <= optimized.fxmem.report.predicted_peak_bytes == floor
+    assert optimized.fxmem.plan.dropped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OnlyWrites, OpFact, OwnKernelOnCuda
+from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, MissingFake, OnlyWrites, OpFact, OwnKernelOnCuda
 
 _ATTENTION = "test_fakes_dispatch_what_torch_did_forward_and_backward"
 _CORRECTED = "test_corrected_fakes_are_as_real_tensors"
@@ -163,6 +163,18 @@ FACTS: tuple[OpFact, ...] = (
         value=OnlyWrites(),
         why="torch has no kernel of it for fakes: the CPU's would run on tensors made for the purpose, CUDA's cannot",
         test="test_fused_optimizers_on_a_gpu_that_is_not_here",
+    ),
+    OpFact(
+        ops=("aten._ctc_loss.default", "aten._ctc_loss.Tensor"),
+        value=MissingFake("ctc_loss"),
+        why="the width of the table that it saves depends on the lengths of the targets",
+        test="test_a_ctc_loss_is_planned",
+    ),
+    OpFact(
+        ops=("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor"),
+        value=MissingFake("ctc_loss_backward"),
+        why="torch has a fake for neither half of the loss",
+        test="test_a_ctc_loss_is_planned",
     ),
     OpFact(
         ops=("aten.clone.default",),

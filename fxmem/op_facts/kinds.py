@@ -174,6 +174,14 @@ class OwnKernelOnCuda:
 
 
 @dataclass(frozen=True, slots=True)
+class MissingFake:
+    """torch has no fake kernel for it."""
+
+    kernel: str
+    """The function's name: it makes the result."""
+
+
+@dataclass(frozen=True, slots=True)
 class OnlyWrites:
     """It writes into its arguments, returns nothing and allocates nothing; fakes have no kernel for it."""
 

@@ -25,7 +25,7 @@ from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
 from fxmem.profiling.step_watch import StepWatch, WatchedStep
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
-from fxmem.profiling.training_step import BARE, Gradients, TrainingStep, gradients_of, run_step
+from fxmem.profiling.training_step import BARE, Gradients, LossFn, TrainingStep, gradients_of, run_step
 from fxmem.profiling.written_views import WrittenViews
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import calls_run_by
@@ -202,22 +202,10 @@ def _fake_step(
     parameters = [world.fake(p) for p in captured.parameters]
     memory, log = DeviceMemory.of(p.device for p in parameters), StepLog()
     watch = StepWatch(subject.owner) if watching else None
-    tracker = StorageTracker(
-        log.note if watch is None else watch.beside(log.note),
-        None if watch is None else watch.note_op,
-        memory,
-        on_library=log.note_library,
-        on_workspace=log.note_workspace,
-    )
+    tracker = _tracker(memory, log, watch)
     state = [world.fake(t) for t in _as_moved(subject.owner)]
     buffers = list(subject.owner.buffers())
     left: Gradients | None = None
-
-    def micro_batch() -> None:
-        other = FakeWorld(leaves).fake_all(leaves)
-        loss_fn = step.loss_on(step.targets.blank(parameters[0].device))
-        with world.state_of(subject.module):
-            run_step(lambda: subject.forward(other), loss_fn, autocast=captured.autocast, keep_casts=False)
 
     def on_phase(phase: Phase) -> None:
         nonlocal left
@@ -235,9 +223,10 @@ def _fake_step(
 
     with world.active():
         pairs = list(zip(captured.parameters, parameters, strict=True))
+        targets = step.targets.blank(parameters[0].device)
+        micro_batch = partial(_micro_batch, subject, world, leaves, step.loss_on(targets), captured.autocast)
         optimizer, scaler = steady_state(step, pairs, micro_batch, tracker, seen)
         tracker.hold(tensors_of(state))
-        targets = step.targets.blank(parameters[0].device)
         batches = [leaves, *([_another(leaf) for leaf in leaves] for _ in range(step.loop.forwards - 1))]
         fakes = [t for t in (*tree_leaves(batches), *targets) if isinstance(t, torch.Tensor)]
         tracker.hold(fakes)
@@ -248,28 +237,60 @@ def _fake_step(
         if watch is not None:
             earlier = (t.grad for t in parameters if t.grad is not None)
             watch.begin(tracker, parameters, earlier, map(world.fake, buffers), fakes)
-        names: list[Any] = [None, None]
         with world.state_of(subject.module), tracker, watch or ScalarReads():
-            if subject.owner in list(
-                subject.module.modules()
-            ):  # which hold what is there: a buffer that is replaced goes
+            if subject.owner in list(subject.module.modules()):  # which hold what is there: a replaced buffer goes
                 state.clear()
                 world.forget(buffers)
-            for _ in range(1 + step.loop.carried):
-                calls = iter(batches)
-                run_step(
-                    lambda calls=calls: forward(next(calls)),  # type: ignore[misc]
-                    step.loss_on(targets),
-                    optimizer,
-                    captured.autocast,
-                    on_phase,
-                    scaler,
-                    loop=step.loop,
-                    carried=names,
-                )
+            loss_fn = step.loss_on(targets)
+            _run_steps(forward, batches, step, loss_fn, optimizer, captured.autocast, on_phase, scaler)
     libraries = memory.workspaces(len(tracker.library_threads))
     peak_bytes, watched = tracker.peak_bytes + sum(libraries), None if watch is None else watch.watched()
     return FakeStep(peak_bytes, left, log.events(libraries), state_bytes, sum(libraries), watched)
+
+
+def _micro_batch(
+    subject: _Subject, world: FakeWorld, leaves: list[Any], loss_fn: LossFn | None, region: Autocast | None
+) -> None:
+    """Run forward, loss and backward on inputs like ``leaves``."""
+    other = FakeWorld(leaves).fake_all(leaves)
+    with world.state_of(subject.module):
+        run_step(lambda: subject.forward(other), loss_fn, autocast=region, keep_casts=False)
+
+
+def _tracker(memory: DeviceMemory, log: StepLog, watch: StepWatch | None) -> StorageTracker:
+    return StorageTracker(
+        log.note if watch is None else watch.beside(log.note),
+        None if watch is None else watch.note_op,
+        memory,
+        on_library=log.note_library,
+        on_workspace=log.note_workspace,
+    )
+
+
+def _run_steps(
+    forward: Callable[[list[Any]], Any],
+    batches: Sequence[list[Any]],
+    step: TrainingStep,
+    loss_fn: LossFn | None,
+    optimizer: Any,
+    region: Autocast | None,
+    on_phase: Callable[[Phase], None],
+    scaler: torch.amp.GradScaler | None,
+) -> None:
+    """Run the step, or two where the first leaves something to the second."""
+    names: list[Any] = [None, None]
+    for _ in range(1 + step.loop.carried):
+        calls = partial(next, iter(batches))
+        run_step(
+            lambda calls=calls: forward(calls()),  # type: ignore[misc]
+            loss_fn,
+            optimizer,
+            region,
+            on_phase,
+            scaler,
+            loop=step.loop,
+            carried=names,
+        )
 
 
 def _another(leaf: Any) -> Any:

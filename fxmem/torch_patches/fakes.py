@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -10,6 +10,8 @@ import torch
 from torch import _meta_registrations
 from torch._subclasses import fake_impls
 
+from fxmem.op_facts.kinds import MissingFake
+from fxmem.op_facts.lookup import by_op
 from fxmem.torch_patches.replacing import patch, replaced
 
 
@@ -34,6 +36,25 @@ def grouped_matmuls() -> Iterator[None]:
         yield
 
 
+def ctc_loss(
+    _mode: Any, _op: Any, log_probs: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *__: Any, **___: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses and the table that is saved."""
+    num_steps, num_sequences = log_probs.shape[:2]
+    most = targets.shape[-1] if isinstance(lengths, torch.Tensor) else max(lengths)
+    return log_probs.new_empty(num_sequences), log_probs.new_empty((num_sequences, num_steps, 2 * most + 1))
+
+
+def ctc_loss_backward(
+    _mode: Any, _op: Any, grad: torch.Tensor, log_probs: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """Return the gradient of the probabilities."""
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {function.__name__: function for function in (ctc_loss, ctc_loss_backward)}
+
+
 @patch
 @contextmanager
 def ctc_losses() -> Iterator[None]:
@@ -43,19 +64,7 @@ def ctc_losses() -> Iterator[None]:
     the targets, of targets in one row their number: an upper bound. torch 2.11 to 2.15.
     """
 
-    def forward(
-        _mode: Any, _op: Any, log_probs: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *__: Any, **___: Any
-    ) -> Any:
-        num_steps, num_sequences = log_probs.shape[:2]
-        most = targets.shape[-1] if isinstance(lengths, torch.Tensor) else max(lengths)
-        return log_probs.new_empty(num_sequences), log_probs.new_empty((num_sequences, num_steps, 2 * most + 1))
-
-    def backward(_mode: Any, _op: Any, grad: torch.Tensor, log_probs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
-
-    aten: Any = torch.ops.aten
-    both = ((aten._ctc_loss, forward), (aten._ctc_loss_backward, backward))
-    fakes = {op: kernel for packet, kernel in both for op in (packet.default, packet.Tensor)}
+    fakes = {op: _KERNELS[fact.kernel] for op, fact in by_op(MissingFake).items()}
     fake_impls.op_implementations_dict.update(fakes)
     try:
         yield
