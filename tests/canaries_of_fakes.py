@@ -13,6 +13,21 @@ from fxmem.fake.fake_tensors import ScalarReads
 from tests.canaries import canary, ops_of, outcome
 
 
+@canary(patched=[(2, 5, 7), (5, 2, 4)], plain="raises")
+def ctc_losses(on: bool) -> object:
+    """Shapes of what a fake CTC loss saves, and of its gradient."""
+
+    def run() -> object:
+        with FakeTensorMode(), patches.ctc_losses() if on else nullcontext():
+            log_probs = torch.empty(5, 2, 4, requires_grad=True)
+            lengths = torch.full((2,), 5), torch.full((2,), 3)
+            loss, table = torch.ops.aten._ctc_loss(log_probs, torch.ones(2, 3, dtype=torch.int64), *lengths)
+            (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+            return [tuple(table.shape), tuple(gradient.shape)]
+
+    return outcome(run)
+
+
 @canary(patched=torch.float32, plain="raises")
 def grouped_matmuls(on: bool) -> object:
     """Dtype of a fake grouped matmul in float32."""

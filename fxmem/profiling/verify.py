@@ -250,9 +250,7 @@ def _fake_step(
             watch.begin(tracker, parameters, earlier, map(world.fake, buffers), fakes)
         names: list[Any] = [None, None]
         with world.state_of(subject.module), tracker, watch or ScalarReads():
-            if subject.owner in list(
-                subject.module.modules()
-            ):  # which hold what is there: a buffer that is replaced goes
+            if subject.owner in list(subject.module.modules()):  # which hold what is there: a replaced buffer goes
                 state.clear()
                 world.forget(buffers)
             for _ in range(1 + step.loop.carried):
