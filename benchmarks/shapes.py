@@ -166,7 +166,7 @@ def _trained() -> TrainerRow:
         prepared = fxmem.prepare(optimized, trainer)
         plan_seconds = time.perf_counter() - start
         losses, seconds, cpu = _losses_and_seconds(trainer)
-        assert optimized.fxmem.plans.num_planned == prepared.num_plans, "a step was planned for"
+        assert optimized.fxmem.plans.asked.num_planned == prepared.num_plans, "a step was planned for"
     same = losses == eager_losses
     return TrainerRow(len(LENGTHS), eager_seconds, seconds, plan_seconds, eager_cpu, cpu, prepared.num_plans, same)
 
@@ -235,14 +235,14 @@ def _new_sizes(name: str) -> Iterator[SizeRow]:
     eager = case.build().train()
     optimized = _optimized(copy.deepcopy(eager), calls[0])
     fxmem.prepare(optimized, calls, arguments=lambda batch: batch)
-    num_plans = optimized.fxmem.plans.num_planned
+    num_plans = optimized.fxmem.plans.asked.num_planned
     for call in calls[1:]:
         expected, _ = _step(eager, call)
         actual, first = _step(optimized, call)
         _step(eager, call)  # buffers move on alike
         _, second = _step(optimized, call)
         size = "x".join(map(str, next(iter(call.values())).shape))
-        planned_anew = optimized.fxmem.plans.num_planned > num_plans
+        planned_anew = optimized.fxmem.plans.asked.num_planned > num_plans
         yield SizeRow(name, size, first, second, planned_anew, all(map(torch.equal, expected, actual)))
 
 

@@ -247,6 +247,16 @@ def test_prepare_plans_for_both_ways_of_a_mask() -> None:
     assert optimized.fxmem.plans.asked.num_planned == 2
 
 
+def test_expected_sizes_are_those_of_any_state_of_the_model() -> None:
+    eager, optimized = pair()
+    fxmem.prepare(optimized, [call(3, length).call()[1] for length in (4, 7)])
+    for model in (eager, optimized):
+        model.mlp[2].p = 0.3
+    for length in (4, 7, 5):
+        same_step(eager, optimized, call(3, length))
+    assert optimized.fxmem.plans.asked.num_planned == 2  # one for each state
+
+
 def test_lengths_are_those_of_the_examples_sequences() -> None:
     optimized = fxmem.optimize(
         Texts(), example_kwargs=call(3, 6).call()[1], shapes=[4, 9, 7], planner="chen", optimizer=None

@@ -52,6 +52,8 @@ class CompileCache:
         self._states = ModelStates(model)
         self._compiled: dict[tuple[Any, ...], list[Compiled]] = {}
         self._families: dict[tuple[Any, ...], Family] = {}
+        self._expected: dict[tuple[Any, ...], tuple[Shapes, ...]] = {}
+        """By what calls have in common but for their sizes, the shapes said to come."""
         self._untried: set[int] = set()
         """Ids of what is compiled for larger sizes and has not run yet at the size that it is noted for."""
         self._alone: set[tuple[Any, ...]] = set()
@@ -63,6 +65,7 @@ class CompileCache:
     def for_step(self, step: TrainingStep) -> CompileCache:
         """Return a cache for another step of the same model, which shares captured graphs and targets with this one."""
         other = CompileCache(self._model, replace(self._settings, step=self.with_targets(step)))
+        other._expected = self._expected
         other._families = {kind: family.without_plans() for kind, family in self._families.items()}
         return other
 
@@ -232,8 +235,11 @@ class CompileCache:
         return self._signature(inputs, autocast, with_sizes=False)
 
     def expect(self, inputs: Inputs, autocast: Autocast | None, shapes: Iterable[Shapes]) -> None:
-        """Note the shapes in which calls of the kind of ``inputs`` will come: plans are made for the largest."""
-        self._family(inputs, autocast).expect(shapes)
+        """Note the shapes in which calls of the kind of ``inputs`` will come, in whatever state the model is then: plans
+        are made for the largest."""
+        expected = tuple(dict.fromkeys(shapes))
+        self._expected[arguments_of(inputs, with_sizes=False)] = expected
+        self._family(inputs, autocast).expect(expected)
 
     def peak_bytes(self, compiled: Compiled) -> int:
         """Return the peak of the step at the size that ``compiled`` was found or made for, verified on fakes."""
@@ -241,7 +247,12 @@ class CompileCache:
         return report.peak_bytes() if isinstance(report, LazyReport) else compiled.report.predicted_peak_bytes
 
     def _family(self, inputs: Inputs, autocast: Autocast | None) -> Family:
-        return self._families.setdefault(self.kind_of(inputs, autocast), Family())
+        kind = self.kind_of(inputs, autocast)
+        family = self._families.get(kind)
+        if family is None:
+            family = self._families.setdefault(kind, Family())
+            family.expect(self._expected.get(arguments_of(inputs, with_sizes=False), ()))
+        return family
 
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
