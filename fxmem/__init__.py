@@ -1,5 +1,6 @@
 """fxmem: train a PyTorch model inside a memory budget, with the same numbers."""
 
+from fxmem.advice.advise import Advice, advise
 from fxmem.api import pickles  # noqa: F401  (names that old pickles look for)
 from fxmem.api.estimate import Estimate, estimate
 from fxmem.api.frontier import BudgetPoint, Frontier, frontier
@@ -31,6 +32,7 @@ __version__ = "0.2.0"
 log_to_stderr()
 
 __all__ = [
+    "Advice",
     "AllocatorPeaks",
     "Breakdown",
     "BudgetError",
@@ -60,6 +62,7 @@ __all__ = [
     "TrainingStep",
     "Verification",
     "VerificationError",
+    "advise",
     "estimate",
     "frontier",
     "optimize",

@@ -38,6 +38,7 @@ from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.verify import FakeStep, eager_step, verify
 from fxmem.progress import stage
+from fxmem.report.modules import module_rows
 from fxmem.report.peak import place_of
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
@@ -112,6 +113,7 @@ def compile_model(
         notes=_notes(settings, profiled.captured),
         inplace=graph.inplace,
         cuda=emitted.cuda,
+        modules=module_rows(context.model, profiled.profile, emitted.point.plan, settings.step),
     )
     return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
 

@@ -77,7 +77,7 @@ def test_passes_log_nodes_bytes_and_the_difference(caplog: pytest.LogCaptureFixt
     assert all(message.startswith("emit: ") for message in emitted)
     caplog.clear()
     with caplog.at_level(logging.DEBUG, logger="fxmem.passes"):
-        fxmem.estimate(model, x, optimizer=None, inplace=False, compress_saved=False)
+        assert fxmem.estimate(model, x, optimizer=None, inplace=False, compress_saved=False).floor_bytes
     assert messages_of_passes(caplog) == ["inplace: switched off", "compress_saved: switched off"]
 
 
@@ -139,16 +139,16 @@ QUICK: dict[str, Any] = {"optimizer": "sgd", "cost": "cpu", "cache": False}
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95])
 def test_an_interrupt_leaves_model_and_process_as_they_were(share: float) -> None:
     x = torch.randn(64, 32)
-    fxmem.estimate(build(), x, **QUICK)  # what torch sets up once
+    assert fxmem.estimate(build(), x, **QUICK).floor_bytes  # what torch sets up once
     start = time.perf_counter()
-    fxmem.estimate(build(), x, **QUICK)
+    assert fxmem.estimate(build(), x, **QUICK).floor_bytes
     model, seconds = build(), time.perf_counter() - start
 
     def interrupted() -> None:
         timer = threading.Timer(share * seconds, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
         try:
-            fxmem.estimate(model, x, **QUICK)
+            assert fxmem.estimate(model, x, **QUICK).floor_bytes
             time.sleep(60)  # should it be done before
         finally:
             timer.join()

@@ -79,7 +79,7 @@ def parse_budget(
     if budget is not None and budget != "auto":
         return Budget(parse_bytes(budget))
     if gpu is not None:
-        return Budget(gpu.memory_bytes - CONTEXT_BYTES - _margin(gpu.memory_bytes))
+        return Budget(gpu.memory_bytes - CONTEXT_BYTES - margin_bytes(gpu.memory_bytes))
     device = device_of(model)
     if device.type == "cuda" and torch.cuda.is_available():
         return Budget(_free_bytes(device, (model, *others)))
@@ -102,10 +102,11 @@ def _free_bytes(device: torch.device, holders: Any) -> int:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     held_bytes = free_bytes + torch.cuda.memory_reserved(device)
     share_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
-    return min(held_bytes, share_bytes) - foreign_bytes - _margin(total_bytes)
+    return min(held_bytes, share_bytes) - foreign_bytes - margin_bytes(total_bytes)
 
 
-def _margin(total_bytes: int) -> int:
+def margin_bytes(total_bytes: int) -> int:
+    """Return what is left free of a device of so many bytes."""
     return max(MARGIN_BYTES, int(MARGIN_RATIO * total_bytes))
 
 

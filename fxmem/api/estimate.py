@@ -1,9 +1,9 @@
 """How much memory training a model takes, before running it, and where it goes.
 
 In: a model (real, on the meta device or fake), one call's inputs, optimizer, loss, autocast. Out: an :class:`Estimate`.
-Nothing is computed and nothing big is allocated: the whole step runs on fakes. What is counted is the step as a user
-writes it (NOTE [The training step] in :mod:`fxmem.profiling.training_step`), exactly on CPU; on CUDA see
-:mod:`fxmem.profiling.caching_allocator` for what is added.
+Nothing is computed and nothing big is allocated: the model's own step runs on fakes, and no graph is captured for that.
+What is counted is the step as a user writes it (NOTE [The training step] in :mod:`fxmem.profiling.training_step`), exactly
+on CPU; on CUDA see :mod:`fxmem.profiling.caching_allocator` for what is added.
 """
 
 from __future__ import annotations
@@ -25,22 +25,34 @@ from fxmem.api.arguments import (
     without_measuring,
 )
 from fxmem.api.budget import parse_bytes
+from fxmem.api.frontier import Frontier, frontier_from
 from fxmem.capture.dynamic_batch import batch_dims, largest_batch, resized
-from fxmem.capture.export import capture, fitting
+from fxmem.capture.export import capture, check_call, fitting
 from fxmem.capture.graph import CaptureGraph, Inputs, device_of
 from fxmem.devices import DeviceModel, device_named
-from fxmem.errors import in_units, unit_of
-from fxmem.fake.fake_tensors import FakeWorld
-from fxmem.fake.stand_in import cuda_model, standing_in
+from fxmem.errors import FxMemError, ProfileError, first_lines, in_units, unit_of
+from fxmem.fake.fake_tensors import FakeWorld, gradients_untouched
+from fxmem.fake.stand_in import cuda_model, standing_in, stands_for
 from fxmem.ir import PlainData, Timeline
 from fxmem.passes.context import CompileContext
-from fxmem.pipeline import bound_bytes, floor_bytes, frontier_of, least_bytes_within, profile_for_short_memory
+from fxmem.pipeline import (
+    bound_bytes,
+    compile_model,
+    floor_bytes,
+    frontier_of,
+    least_bytes_within,
+    profile_for_short_memory,
+)
 from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
-from fxmem.profiling.verify import FakeStep, eager_step
+from fxmem.profiling.optimizer_on_meta import usual_step
+from fxmem.profiling.optimizer_step import RecordedStep
+from fxmem.profiling.step_watch import Alive
+from fxmem.profiling.verify import EagerCall, FakeStep, eager_step
 from fxmem.progress import CAPTURE_SECONDS, told
-from fxmem.report.peak import Breakdown, Place, breakdown_of, place_of
+from fxmem.report.peak import Breakdown, Place, breakdown_at_peak, place_of_peak
+from fxmem.report.text import Report
 from fxmem.torch_patches import as_in_training
 
 
@@ -54,7 +66,11 @@ class Question:
     gpu: DeviceModel | None
     """The GPU that stands in for the device of the model, if one does."""
     planned: list[Planned] = field(default_factory=list)
+    _graph: CaptureGraph | None = None
     _dynamic: CaptureGraph | None = None
+    _floor_bytes: int | None = None
+    _seen: tuple[RecordedStep | None] | None = None
+    """What the step is supposed to leave and allocate, once that was asked."""
 
     @contextmanager
     def on_fakes(self) -> Iterator[None]:
@@ -64,22 +80,108 @@ class Question:
         with as_in_training(), standing_in(self.gpu), self.world.state_of(model) if stand_ins else nullcontext():
             yield
 
+    def first_answer(self) -> FakeStep:
+        """Return the step of the model as it is. Where it cannot be run on fakes, or goes a way that fakes may not tell,
+        a capture says why, or that it is right. Errors: those of a capture."""
+        with self.on_fakes():
+            check_call(self.context.model, self.context.inputs)
+            try:
+                ran = self._eager_step(self.context, watching=True)
+            except FxMemError:
+                raise
+            except Exception as error:
+                self._captured()
+                raise ProfileError(f"the step does not run on fake tensors: {first_lines(error)}") from error
+            assert ran.watched is not None
+            if ran.watched.doubtful:
+                self._captured()
+        return ran
+
+    def _eager_step(self, context: CompileContext, watching: bool = False) -> FakeStep:
+        model, step = context.model, context.settings.step
+        call = EagerCall(tuple(model.parameters()), context.autocast)
+        if self._seen is None:
+            self._seen = (usual_step(step, call.parameters),)
+        with gradients_untouched(call.parameters):
+            try:
+                return eager_step(model, call, context.inputs, step, self._seen[0], watching)
+            except Exception:
+                if self._seen[0] is None:
+                    raise
+                self._seen = (None,)  # an optimizer may not take such gradients; whatever else is wrong shows below
+            return eager_step(model, call, context.inputs, step, None, watching)
+
+    def _captured(self) -> CaptureGraph:
+        if self._graph is None:
+            self._graph = capture(self.context.model, self.context.inputs, self.context.autocast)
+        return self._graph
+
+    @property
+    def known_floor_bytes(self) -> int | None:
+        """The minimum feasible peak, if it was asked for already."""
+        return self._floor_bytes
+
+    def floor_bytes(self) -> int:
+        """Return the minimum feasible peak."""
+        self._plan()
+        assert self._floor_bytes is not None
+        return self._floor_bytes
+
+    def frontier(self) -> Frontier:
+        """Return the budgets at which the plan changes."""
+        planned = self._plan()
+        return frontier_from(planned.profile, planned.points)
+
+    def graph_peak_bytes(self) -> int:
+        """Return the peak of the captured graph's own step."""
+        with self.on_fakes():
+            profile = self.context.profile_of(self._captured()).profile
+        return simulate(profile, keep_all(profile)).peak_bytes
+
+    def report(self, budget_bytes: int | None) -> Report:
+        """Return what is planned for a budget. Errors: ``InfeasibleBudgetError``."""
+        context = self.context.with_settings(budget_bytes=budget_bytes)
+        with (
+            told(f"planning {type(context.model).__name__}", CAPTURE_SECONDS + context.settings.plan_seconds),
+            self.on_fakes(),
+        ):
+            return compile_model(context, self._captured()).report
+
+    def _plan(self) -> Planned:
+        """Capture, profile and plan for every budget, once."""
+        if self._floor_bytes is None:
+            context = self.context
+            what = f"planning {type(context.model).__name__} for every budget"
+            with told(what, CAPTURE_SECONDS + context.settings.plan_seconds), self.on_fakes():
+                base = context.profile_of(self._captured())
+                short = profile_for_short_memory(self._captured(), context)
+                points = frontier_of(short.profile, context.settings)
+                self._floor_bytes = floor_bytes(short, context, points)
+            self.planned.insert(0, Planned(short.profile, points))
+            self.context = replace(context, base=base, _profiles={})
+        return self.planned[0]
+
     def peak_at_batch(self, size: int, budget_bytes: int | None) -> int:
         """What a budget bounds at another batch size, as it is or under a plan: one within the budget, else the least."""
+        if budget_bytes is not None:
+            self._plan()  # so that its plans may be taken over
         context = self.context
         other = replace(context, inputs=resized(context.inputs, batch_dims(context.inputs), size), _profiles={})
         with self.on_fakes():
-            graph = fitting(self.dynamic_graph(), context.model, other.inputs)
             if budget_bytes is None:
-                seen = None if other.base is None else other.base.seen
-                return self.bound_bytes(eager_step(context.model, graph, other.inputs, context.settings.step, seen))
+                try:
+                    return self.bound_bytes(self._eager_step(other))
+                except Exception:
+                    self._dynamic_graph()  # tells if the model is tied to its batch size
+                    raise
+            graph = fitting(self._dynamic_graph(), context.model, other.inputs)
             return least_bytes_within(profile_for_short_memory(graph, other), other, self.planned, budget_bytes)
 
     def bound_bytes(self, ran: FakeStep) -> int:
         """Return what a budget bounds of a step."""
         return bound_bytes(ran.peak_bytes, ran.events.peaks() if self.on_cuda else None, self.context.settings)
 
-    def dynamic_graph(self) -> CaptureGraph:
+    def _dynamic_graph(self) -> CaptureGraph:
         """Return the graph that serves other batch sizes. Errors: ``CaptureError`` if the model is tied to its own."""
         if self._dynamic is None:
             context = self.context
@@ -90,26 +192,57 @@ class Question:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Estimate(PlainData):
-    """Memory of one training step of a model as it is, and the least that fxmem can bring it to."""
+    """Memory of one training step of a model as it is; what fxmem can bring it to is planned for when it is asked for."""
 
     peak_bytes: int
     """Largest sum of live bytes in the step."""
     peak_at: Place
     breakdown: Breakdown
     timeline: Timeline
-    """Live bytes over the whole step of the captured graph: forward, loss, backward, optimizer. Its peak is below
-    ``peak_bytes`` by ``breakdown.held_by_code_bytes``."""
+    """Live bytes over the whole step, op by op: forward, loss, backward, optimizer."""
     bound_bytes: int
     """What a budget bounds: the peak; on CUDA allocated or reserved bytes (``budget_of=``)."""
-    floor_bytes: int
-    """Minimum feasible peak: the least budget that any plan found keeps."""
     cuda: AllocatorPeaks | None
     """For a step on CUDA: what the caching allocator makes of it (:mod:`fxmem.profiling.caching_allocator`), cuBLAS's
     workspaces included."""
+    alive: tuple[Alive, ...]
+    """Each storage that is alive at the peak, with the call that made it."""
     _question: Question = field(compare=False)
 
     def __repr__(self) -> str:
-        return f"Estimate(peak {in_units(self.peak_bytes)}, least reachable {in_units(self.floor_bytes)})"
+        least = self._question.known_floor_bytes
+        return f"Estimate(peak {in_units(self.peak_bytes)}{f', least reachable {in_units(least)}' if least else ''})"
+
+    @property
+    def floor_bytes(self) -> int:
+        """Minimum feasible peak: the least budget that any plan found keeps. Asking for it captures and plans, once.
+
+        Errors: ``CaptureError``, ``ProfileError``.
+        """
+        return self._question.floor_bytes()
+
+    @property
+    def graph_peak_bytes(self) -> int:
+        """Peak if each value went right after its last use, whatever names the model's code has for it: that of the graph.
+
+        Errors: ``CaptureError``, ``ProfileError``.
+        """
+        return self._question.graph_peak_bytes()
+
+    def frontier(self) -> Frontier:
+        """Return what every budget costs, as :func:`fxmem.frontier` does, on the device of the estimate."""
+        return self._question.frontier()
+
+    def report(self, budget: float | str | None = None) -> Report:
+        """Return the report of the plan that :func:`fxmem.optimize` would make for ``budget`` on the estimate's device.
+
+        Errors: ``BudgetError``, ``InfeasibleBudgetError``, ``CaptureError``, ``ProfileError``.
+        """
+        return self._question.report(None if budget is None else parse_bytes(budget))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimate, ready for ``json.dumps``; ``floor_bytes`` is None where it was not asked for."""
+        return {**PlainData.to_dict(self), "floor_bytes": self._question.known_floor_bytes}
 
     def fits(self, budget: float | str) -> bool:
         """True if the step fits ``budget`` (bytes, or text such as "24GiB") without recomputation."""
@@ -133,7 +266,8 @@ class Estimate(PlainData):
 
         lines = [f"peak {sized(self.peak_bytes)} at {self.peak_at}"]
         lines += [f"  {kind:<16} {sized(nbytes):>14}" for kind, nbytes in self.breakdown.rows() if nbytes]
-        lines.append(f"least reachable with recomputation {sized(self.floor_bytes)}")
+        if self._question.known_floor_bytes is not None:
+            lines.append(f"least reachable with recomputation {sized(self.floor_bytes)}")
         if self.cuda is not None:
             lines.append(
                 f"of CUDA's caching allocator: allocated {sized(self.cuda.allocated_bytes)}, reserved "
@@ -179,11 +313,20 @@ def estimate(
     settings = without_measuring(settings_of(options), model, elsewhere=gpu is not None)
     world = FakeWorld(inputs.leaves, where, moved=gpu is not None)
     if gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
-        inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+        inputs = _on_fakes(inputs, world)
     context = CompileContext(model, inputs, settings, region_of_step(model, settings.step, where.type))
     question = Question(context, world, where.type == "cuda", gpu)
-    with told(f"estimating a training step of {type(model).__name__}", CAPTURE_SECONDS + settings.plan_seconds):
+    with told(f"estimating a training step of {type(model).__name__}", CAPTURE_SECONDS):
         return _estimate(question)
+
+
+def _on_fakes(inputs: Inputs, world: FakeWorld) -> Inputs:
+    """Return ``inputs`` as fakes, of whose values the real ones are asked."""
+    fakes = tuple(world.fake_all(leaf) for leaf in inputs.leaves)
+    for fake, leaf in zip(fakes, inputs.leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and fake is not leaf:
+            stands_for(fake, leaf)
+    return Inputs(fakes, inputs.spec)
 
 
 def _place_of_step(
@@ -206,25 +349,18 @@ def _place_of_step(
 
 def _estimate(question: Question) -> Estimate:
     """Return the answer to ``question``, whose context becomes that of other sizes."""
-    context = question.context
-    model, inputs, settings = context.model, context.inputs, context.settings
-    with question.on_fakes():
-        captured = capture(model, inputs, context.autocast)
-        profiled = context.profile_of(captured)
-        short = profile_for_short_memory(captured, context)
-        eager = eager_step(model, captured, inputs, settings.step, profiled.seen)
-        points = frontier_of(short.profile, settings)
-        least_bytes = floor_bytes(short, context, points)
-    timeline = simulate(profiled.profile, keep_all(profiled.profile), with_steps=True)
-    question.planned.append(Planned(short.profile, points))
-    question.context = replace(context, base=profiled, _profiles={})
+    ran = question.first_answer()
+    watched = ran.watched
+    assert watched is not None
+    held = ran.libraries_bytes
+    steps = tuple(replace(each, live_bytes=each.live_bytes + held) for each in watched.steps)
     return Estimate(
-        peak_bytes=eager.peak_bytes,
-        peak_at=place_of(profiled.profile, timeline.peak_step),
-        breakdown=breakdown_of(profiled.profile, timeline.peak_step, eager.peak_bytes),
-        timeline=timeline,
-        bound_bytes=question.bound_bytes(eager),
-        floor_bytes=least_bytes,
-        cuda=eager.events.peaks() if question.on_cuda else None,
+        peak_bytes=ran.peak_bytes,
+        peak_at=place_of_peak(watched),
+        breakdown=breakdown_at_peak(watched, held),
+        timeline=Timeline(ran.peak_bytes, watched.peak_step, 0.0, 0, steps),
+        bound_bytes=question.bound_bytes(ran),
+        cuda=ran.events.peaks() if question.on_cuda else None,
+        alive=watched.alive,
         _question=question,
     )

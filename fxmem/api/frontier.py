@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -10,7 +11,7 @@ import torch
 from fxmem.api.arguments import Options, check_model, example_of, region_of_step, settings_of, with_options
 from fxmem.capture.export import capture
 from fxmem.errors import in_units
-from fxmem.ir import PlainData
+from fxmem.ir import FrontierPoint, GraphProfile, PlainData
 from fxmem.passes.context import CompileContext
 from fxmem.pipeline import frontier_of, profile_for_short_memory
 from fxmem.planners.bound import with_bounds
@@ -72,7 +73,11 @@ def frontier(
         with as_in_training():
             captured = capture(model, inputs, context.autocast)
             profile = profile_for_short_memory(captured, context).profile
-        points = with_bounds(profile, frontier_of(profile, settings))
+        return frontier_from(profile, frontier_of(profile, settings))
+
+
+def frontier_from(profile: GraphProfile, points: Sequence[FrontierPoint]) -> Frontier:
+    """Return what ``points``, plans made on ``profile``, cost."""
     step_seconds = profile.step_seconds or 1.0
     return Frontier(
         BudgetPoint(
@@ -82,5 +87,5 @@ def frontier(
             overhead_ratio=point.recompute_seconds / step_seconds,
             gap_ratio=point.gap_seconds / step_seconds,
         )
-        for point in points
+        for point in with_bounds(profile, points)
     )

@@ -67,14 +67,7 @@ def capture(
     is tied to the size of a dynamic dimension.
     """
     stage("capturing the graph")
-    args, kwargs = inputs.call()
-    _check_arguments(model, args, kwargs)
-    _check_parameters(model)
-    _check_scripted(model)
-    for tensor in (*model.parameters(), *model.buffers(), *inputs.leaves):
-        if isinstance(tensor, torch.Tensor):
-            check_device(tensor.device)
-            _check_dense(model, tensor)
+    check_call(model, inputs)
     with quiet(), tensors_restored(model) as written:
         captured = _captured(model, inputs, autocast, dynamic, partly)
     if written:
@@ -83,6 +76,18 @@ def capture(
             "would take it for a constant. Make it one (register_buffer, persistent=False if no state_dict is to have it)."
         )
     return captured
+
+
+def check_call(model: torch.nn.Module, inputs: Inputs) -> None:
+    """Errors: ``InputError``, ``CaptureError`` if the model, or what it is called with, shows that no step can be told."""
+    args, kwargs = inputs.call()
+    _check_arguments(model, args, kwargs)
+    _check_parameters(model)
+    _check_scripted(model)
+    for tensor in (*model.parameters(), *model.buffers(), *inputs.leaves):
+        if isinstance(tensor, torch.Tensor):
+            check_device(tensor.device)
+            _check_dense(model, tensor)
 
 
 def _captured(

@@ -53,7 +53,7 @@ class FakeWorld:
             if tensor.is_leaf and fake.grad_dtype != tensor.grad_dtype:
                 fake.grad_dtype = tensor.grad_dtype
         self._fakes[id(tensor)] = (tensor, fake)
-        if self._moved:
+        if self._moved or tensor.is_meta:
             stands_for(fake, tensor)
         return fake
 

@@ -21,6 +21,7 @@ from fxmem.torch_private import (
     channels_last_strides,
     contiguous_strides,
     is_channels_last,
+    storage_key,
     without_modes,
 )
 
@@ -153,6 +154,13 @@ def recurrent(output: Any, args: Any) -> Any:
     return (*output[:3], output[3].new_empty(_workspace_bytes(inputs, others)))
 
 
+def recurrent_backward(output: Any, args: Any) -> Any:
+    """The gradients of both biases are tensors of their own."""
+    first, second = output[3:5]
+    apart = torch.empty_like(second) if storage_key(first) == storage_key(second) else second
+    return (*output[:4], apart, *output[5:])
+
+
 def convolution_backward(output: Any, args: Any) -> Any:
     """oneDNN makes the weight's gradient beside the bias's, wanted or not. cuDNN's have channels last if the input
     or the weight does."""
@@ -232,6 +240,7 @@ _CORRECTIONS: dict[str, Callable[[Any, Any], Any]] = {
         padding_backward,
         reduced_in_place,
         recurrent,
+        recurrent_backward,
         embedded_bags,
         cudnn_attention,
         efficient_attention,

@@ -117,6 +117,12 @@ FACTS: tuple[OpFact, ...] = (
         test=_CORRECTED,
     ),
     OpFact(
+        ops=("aten.mkldnn_rnn_layer_backward.default",),
+        value=FakeResult("recurrent_backward"),
+        why="the fake gives one tensor as the gradient of both biases, the kernel two",
+        test="test_recurrent_layers_are_predicted_to_the_byte",
+    ),
+    OpFact(
         ops=("aten._embedding_bag.default",),
         value=FakeResult("embedded_bags"),
         why="offsets and sizes that the CPU's kernel saves may have room for one element more",

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 Expression = tuple[float, tuple[tuple[int, float], ...]]
 """A constant, and pairs of variable and factor in order of variables."""
@@ -116,6 +114,9 @@ class Milp:
 
         ``nodes``: most branches to look at.
         """
+        from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, which only those who solve wait for
+        from scipy.sparse import csr_array
+
         if self.impossible:
             return Optimum(float("inf"), float("inf"))
         if not self.rows and not any(self.cost):

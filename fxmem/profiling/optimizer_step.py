@@ -61,7 +61,7 @@ class SteadyOptimizer(Protocol):
         holds more than ``parameters``."""
 
 
-class _Watched:
+class WatchedOptimizer:
     """An optimizer over fakes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, tracker: StorageTracker) -> None:
@@ -139,7 +139,7 @@ def steady_state(
     device = next((fake.device for fake in fakes.values()), torch.device("cpu"))
     scaler = None if step.scaler is None else steady_scaler(step.scaler, device)
     again = None if seen is None else seen.optimizer
-    optimizer = _fake_optimizer(step.optimizer, fakes) if again is None else None
+    optimizer = optimizer_over(step.optimizer, fakes) if again is None else None
     with ScalarReads():
         if (step.optimizer is not None and fakes) or step.accumulate:
             if seen is None:
@@ -165,7 +165,7 @@ def steady_state(
         _check_steady(optimizer)
         for key, fake in fakes.items():  # its zero_grad leaves what it does not hold
             fake.grad = left[key] if step.accumulate or id(fake) not in stepped else None
-    return _Watched(optimizer, tracker), scaler
+    return WatchedOptimizer(optimizer, tracker), scaler
 
 
 @contextmanager
@@ -207,8 +207,8 @@ def _check_steady(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _fake_optimizer(optimizer: OptimizerLike, fakes: dict[int, torch.Tensor]) -> torch.optim.Optimizer | None:
-    """Return a like optimizer without state over ``fakes``, by id of the real parameter."""
+def optimizer_over(optimizer: OptimizerLike, fakes: dict[int, torch.Tensor]) -> torch.optim.Optimizer | None:
+    """Return a like optimizer without state over ``fakes``, by id of the real parameter; None for none."""
     if optimizer is None or not fakes:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -62,6 +62,10 @@ class StorageTracker(TorchDispatchMode):
         known = self._serials.get(storage_key(tensor))
         return self._add(tensor, counted=False) if known is None else known
 
+    def known_serial(self, tensor: torch.Tensor) -> int | None:
+        """Return the serial of ``tensor``'s storage; None of one never seen before."""
+        return self._serials.get(storage_key(tensor))
+
     def hold(self, tensors: Iterable[torch.Tensor]) -> int:
         """Count the storages of ``tensors`` as alive from now on; return the bytes this added."""
         before = self.live_bytes

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -23,6 +23,7 @@ from fxmem.ir import Phase, Timeline, Verification
 from fxmem.profiling.caching_allocator import StepEvents, StepLog
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
+from fxmem.profiling.step_watch import StepWatch, WatchedStep
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import BARE, Gradients, TrainingStep, gradients_of, run_step
 from fxmem.profiling.written_views import WrittenViews
@@ -66,15 +67,36 @@ def emitted_step(
         raise VerificationError(f"the emitted module does not run on fake tensors: {error}{remedy}") from error
 
 
+class Call(Protocol):
+    """What a step needs to know of the call that it starts with; a :class:`CaptureGraph` knows it."""
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """The model's parameters in its own order."""
+
+    @property
+    def autocast(self) -> Autocast | None:
+        """The region that the call is in."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagerCall:
+    """A call of a model that was not captured."""
+
+    parameters: tuple[torch.Tensor, ...]
+    autocast: Autocast | None
+
+
 def eager_step(
     model: torch.nn.Module,
-    captured: CaptureGraph,
+    captured: Call,
     inputs: Inputs,
     step: TrainingStep,
     seen: RecordedStep | None = None,
+    watching: bool = False,
 ) -> FakeStep:
     """Return what the original model's own training step takes. ``seen``: what an earlier run of the same step tells of
-    it."""
+    it. ``watching``: note what is alive at the peak, too."""
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
@@ -82,7 +104,7 @@ def eager_step(
             return model(*args, **kwargs)
 
     with tensors_restored(model):
-        return _ran(_Subject(forward, model, model), captured, inputs, step, seen)
+        return _ran(_Subject(forward, model, model), captured, inputs, step, seen, watching)
 
 
 def step_in_parts(
@@ -106,7 +128,7 @@ def step_in_parts(
             return model(*args, **kwargs)
 
     whole = torch.nn.ModuleList([model, *(emitted for _, _, emitted in parts)])
-    like = _Whole(tuple(model.parameters()), autocast)
+    like = EagerCall(tuple(model.parameters()), autocast)
     with tensors_restored(model):
         return _ran(_Subject(forward, whole, model), like, inputs, step, None)
 
@@ -122,14 +144,6 @@ def _run_emitted(
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
-    """What a step needs to know of a model that was not captured whole."""
-
-    parameters: tuple[torch.nn.Parameter, ...]
-    autocast: Autocast | None
-
-
-@dataclass(frozen=True, slots=True)
 class FakeStep:
     """A training step that ran on fakes."""
 
@@ -138,6 +152,10 @@ class FakeStep:
     """What its backward left on parameters."""
     events: StepEvents
     optimizer_state_bytes: int = 0
+    libraries_bytes: int = 0
+    """Of ``peak_bytes``: workspaces of libraries."""
+    watched: WatchedStep | None = None
+    """What is alive at the peak, if it was watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,27 +169,45 @@ class _Subject:
 
 
 def _ran(
-    subject: _Subject, captured: CaptureGraph | _Whole, inputs: Inputs, step: TrainingStep, seen: RecordedStep | None
+    subject: _Subject,
+    captured: Call,
+    inputs: Inputs,
+    step: TrainingStep,
+    seen: RecordedStep | None,
+    watching: bool = False,
 ) -> FakeStep:
     """Run a training step. Where the backward leaves other gradients than were ``seen``, it is run again after a
     micro-batch that tells."""
     if seen is not None:
-        ran = _fake_step(subject, captured, inputs, step, seen)
+        ran = _fake_step(subject, captured, inputs, step, seen, watching)
         if ran.gradients == seen.gradients:
             return ran
-    return _fake_step(subject, captured, inputs, step, None)
+    return _fake_step(subject, captured, inputs, step, None, watching)
 
 
 def _fake_step(
-    subject: _Subject, captured: CaptureGraph | _Whole, inputs: Inputs, step: TrainingStep, seen: RecordedStep | None
+    subject: _Subject,
+    captured: Call,
+    inputs: Inputs,
+    step: TrainingStep,
+    seen: RecordedStep | None,
+    watching: bool,
 ) -> FakeStep:
     """Run a step. Earlier gradients and the optimizer's state are as ``seen`` says; if None, as a micro-batch run before
     says."""
     world = FakeWorld(inputs.leaves)
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
+    fakes = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     parameters = [world.fake(p) for p in captured.parameters]
     memory, log = DeviceMemory.of(p.device for p in parameters), StepLog()
-    tracker = StorageTracker(log.note, memory=memory, on_library=log.note_library, on_workspace=log.note_workspace)
+    watch = StepWatch(subject.owner) if watching else None
+    tracker = StorageTracker(
+        log.note if watch is None else watch.beside(log.note),
+        None if watch is None else watch.note_op,
+        memory,
+        on_library=log.note_library,
+        on_workspace=log.note_workspace,
+    )
     state = [world.fake(t) for t in _as_moved(subject.owner)]
     buffers = list(subject.owner.buffers())
     left: Gradients | None = None
@@ -186,25 +222,37 @@ def _fake_step(
         if phase is Phase.OPTIMIZER:
             left = gradients_of(parameters)
             log.optimizer_starts()
+        if watch is not None:
+            watch.note_phase(phase, (t.grad for t in (*parameters, *fakes) if t.grad is not None))
+
+    def forward() -> Any:
+        output = subject.forward(leaves)
+        if watch is not None:
+            watch.note_output(output)
+        return output
 
     with world.active():
         pairs = list(zip(captured.parameters, parameters, strict=True))
         optimizer, scaler = steady_state(step, pairs, micro_batch, tracker, seen)
         tracker.hold(tensors_of(state))
-        tracker.hold(t for t in leaves if isinstance(t, torch.Tensor))
+        tracker.hold(fakes)
         log.state_starts()
         state_bytes = 0 if optimizer is None else optimizer.hold()
         tracker.hold(tensors_of([scaler]))
         log.step_starts()
-        with world.state_of(subject.module), tracker, ScalarReads():
+        if watch is not None:
+            earlier = (t.grad for t in parameters if t.grad is not None)
+            watch.begin(tracker, parameters, earlier, map(world.fake, buffers), fakes)
+        with world.state_of(subject.module), tracker, watch or ScalarReads():
             if subject.owner in list(
                 subject.module.modules()
             ):  # which hold what is there: a buffer that is replaced goes
                 state.clear()
                 world.forget(buffers)
-            run_step(lambda: subject.forward(leaves), step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
-    libraries_bytes = memory.workspaces(len(tracker.library_threads))
-    return FakeStep(tracker.peak_bytes + sum(libraries_bytes), left, log.events(libraries_bytes), state_bytes)
+            run_step(forward, step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
+    libraries = memory.workspaces(len(tracker.library_threads))
+    peak_bytes, watched = tracker.peak_bytes + sum(libraries), None if watch is None else watch.watched()
+    return FakeStep(peak_bytes, left, log.events(libraries), state_bytes, sum(libraries), watched)
 
 
 def _as_moved(module: torch.nn.Module) -> Iterator[torch.Tensor]:

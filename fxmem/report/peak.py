@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
 
 from fxmem.ir import GraphProfile, Phase, PlainData
+from fxmem.profiling.step_watch import WatchedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +15,7 @@ class Place(PlainData):
 
     phase: Phase
     node: str
-    """Name of the node of the captured graph; empty where the place is in none."""
+    """Name of the node of the captured graph, in an estimate of the function of torch; empty where the place is in none."""
     module_path: str
     """Such as ``layers.0.mlp``; empty when unknown."""
     source_line: str
@@ -63,37 +65,15 @@ def place_of(profile: GraphProfile, tick: int) -> Place:
     return Place(at.phase, node.name, node.source.module_path, node.source.line)
 
 
-def breakdown_of(profile: GraphProfile, tick: int, eager_bytes: int) -> Breakdown:
-    """Return what is alive in ``profile.ticks[tick]`` if nothing is dropped, in a step that peaks at ``eager_bytes``."""
-    at, static = profile.ticks[tick], profile.static
-    alive = _alive(profile, tick)
-    internals = sum(profile.storages[i].nbytes for i in alive if profile.storages[i].internal)
-    activations = sum(profile.storages[i].nbytes for i in alive) - internals
-    created = [profile.storages[i] for i in at.creates]
-    temporaries = at.peak_bytes - static.total_bytes - at.gradient_bytes - at.loss_bytes
-    inside = min(temporaries, sum(s.nbytes for s in created))
-    inner = min(inside, sum(s.nbytes for s in created if s.internal))
-    graph_bytes = at.peak_bytes + activations + internals
-    return Breakdown(
-        parameters_bytes=static.parameters_bytes,
-        buffers_bytes=static.buffers_bytes,
-        inputs_bytes=static.inputs_bytes,
-        optimizer_state_bytes=static.optimizer_state_bytes,
-        gradients_bytes=static.gradients_bytes + at.gradient_bytes,
-        activations_bytes=activations + inside - inner,
-        internals_bytes=internals + inner,
-        loss_bytes=at.loss_bytes,
-        temporaries_bytes=temporaries - inside,
-        library_bytes=static.library_bytes,
-        held_by_code_bytes=eager_bytes - graph_bytes,
-    )
+def place_of_peak(step: WatchedStep) -> Place:
+    """Return where a watched step peaks."""
+    site = step.peak_site
+    return Place(step.peak_phase, site.name, site.source.module_path, site.source.line)
 
 
-def _alive(profile: GraphProfile, tick: int) -> list[int]:
-    """Managed storages alive at the start of a tick if nothing is dropped."""
-    begin: dict[int, int] = {}
-    end: dict[int, int] = {}
-    for t, at in enumerate(profile.ticks):
-        begin.update(dict.fromkeys(at.creates, t))
-        end.update(dict.fromkeys((*at.last_used, *at.releases), t))
-    return [i for i, t in begin.items() if t < tick <= end.get(i, len(profile.ticks))]
+def breakdown_at_peak(step: WatchedStep, libraries_bytes: int) -> Breakdown:
+    """Return what is alive at the peak of a watched step."""
+    of_kind = Counter({"library": libraries_bytes})
+    for storage in step.alive:
+        of_kind[storage.kind] += storage.nbytes
+    return Breakdown(**{field.name: of_kind[field.name.removesuffix("_bytes")] for field in fields(Breakdown)})

@@ -5,6 +5,7 @@ In: a profile, the plan chosen, its verified figures. Out: a :class:`Report`; ``
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -17,6 +18,7 @@ from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.report.graph import GraphNode, draw_graph, graph_nodes
 from fxmem.report.html import report_html, timeline_svg
+from fxmem.report.modules import ModuleRow, module_table
 from fxmem.report.peak import place_of
 from fxmem.report.plots import plot_memory
 
@@ -66,6 +68,8 @@ class Report(PlainData):
     """What was decided of each op that has an in-place form."""
     cuda: AllocatorPeaks | None
     """On CUDA: what the caching allocator makes of the emitted module's step (:mod:`fxmem.profiling.caching_allocator`)."""
+    modules: tuple[ModuleRow, ...] = field(repr=False)
+    """What each module holds, in the model's order; :meth:`module_table` writes it."""
     timeline: Timeline = field(repr=False)
     """Live bytes over the step under the plan."""
     eager_timeline: Timeline = field(repr=False)
@@ -90,6 +94,26 @@ class Report(PlainData):
             **PlainData.to_dict(self),
             "floor_bytes": self._least_bytes if isinstance(self._least_bytes, int) else None,
         }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Return :meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_markdown(self, depth: int | None = None) -> str:
+        """Return the report for a document: its figures, and the table by module."""
+        unit = unit_of(self.eager_peak_bytes)[0]
+        head = ("memory of one training step", unit)
+        figures = tabulate(_summary(self), headers=head, tablefmt="github", disable_numparse=True)
+        notes = "".join(f"- {note}\n" for note in (f"peak at {self.peak_at}", *self.notes))
+        return f"{figures}\n\n{notes}\n{self.module_table(depth, 'github')}"
+
+    def module_table(self, depth: int | None = None, style: str = "simple") -> str:
+        """Return a table by module: bytes of parameters, gradients, optimizer state, saved and recomputed, and time.
+
+        Like layers are one row (``layers.0..31``). ``depth``: how many parts of a module path to tell apart; default: as
+        many as stay readable. ``style``: a format of tabulate.
+        """
+        return module_table(self.modules, depth, style)
 
     def __getstate__(self) -> list[Any]:
         """What could plan for the floor holds the model, and stays."""
@@ -150,6 +174,7 @@ def build_report(
     notes: tuple[str, ...],
     inplace: tuple[InplaceDecision, ...],
     cuda: AllocatorPeaks | None = None,
+    modules: tuple[ModuleRow, ...] = (),
 ) -> Report:
     """Return the report of ``point``; no plan within the budget recomputes for less than ``bound_seconds``.
 
@@ -183,6 +208,7 @@ def build_report(
         notes=(*notes, *_inplace_note(inplace)),
         inplace=inplace,
         cuda=cuda,
+        modules=modules,
         timeline=simulate(profile, point.plan, with_steps=True),
         eager_timeline=simulate(profile, keep_all(profile), with_steps=True),
         graph=graph_nodes(profile, point.plan),
