@@ -96,9 +96,10 @@ def compile_model(
         profiled = with_times(profiled, context)
         planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
         emitted = emit_within_budget(profiled, context, planned.points)
+    profile, point = profiled.profile, emitted.point
     report = build_report(
-        profiled.profile,
-        emitted.point,
+        profile,
+        point,
         emitted.verification,
         budget_bytes=settings.budget_bytes,
         eager_peak_bytes=eager.peak_bytes,
@@ -106,14 +107,12 @@ def compile_model(
         if planned
         else UnplannedFloor.of(graph, context),
         peak_step=emitted.timeline.peak_step,
-        bound_seconds=lower_bound(
-            profiled.profile, settings.budget_bytes or emitted.point.peak_bytes, emitted.point.recompute_seconds
-        ),
+        bound_seconds=lower_bound(profile, settings.budget_bytes or point.peak_bytes, point.recompute_seconds),
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings, profiled.captured),
         inplace=graph.inplace,
         cuda=emitted.cuda,
-        modules=module_rows(context.model, profiled.profile, emitted.point.plan, settings.step),
+        modules=module_rows(context.model, profile, point.plan, settings.step),
     )
     return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
 
@@ -240,13 +239,11 @@ def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor
     profile, plan = profiled.profile, replace(compiled.plan, planner=f"{compiled.plan.planner}, of a larger size")
     check_plan(profile, plan)
     timeline, settings = simulate(profile, plan), context.settings
-    verification, events = verify(
-        compiled.graph_module, captured, context.inputs, timeline, settings.step, profiled.seen
-    )
+    ran, events = verify(compiled.graph_module, captured, context.inputs, timeline, settings.step, profiled.seen)
     return build_report(
         profile,
         FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds),
-        verification,
+        ran,
         budget_bytes=settings.budget_bytes,
         eager_peak_bytes=eager_step(context.model, captured, context.inputs, settings.step, profiled.seen).peak_bytes,
         least_bytes=floor,
@@ -256,6 +253,7 @@ def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor
         notes=_notes(settings, captured),
         inplace=captured.inplace,
         cuda=events.peaks() if _is_on_cuda(profiled) else None,
+        modules=module_rows(context.model, profile, plan, settings.step),
     )
 
 
