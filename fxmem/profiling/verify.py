@@ -201,13 +201,7 @@ def _fake_step(
     parameters = [world.fake(p) for p in captured.parameters]
     memory, log = DeviceMemory.of(p.device for p in parameters), StepLog()
     watch = StepWatch(subject.owner) if watching else None
-    tracker = StorageTracker(
-        log.note if watch is None else watch.beside(log.note),
-        None if watch is None else watch.note_op,
-        memory,
-        on_library=log.note_library,
-        on_workspace=log.note_workspace,
-    )
+    tracker = _tracker(memory, log, watch)
     state = [world.fake(t) for t in _as_moved(subject.owner)]
     buffers = list(subject.owner.buffers())
     left: Gradients | None = None
@@ -227,9 +221,7 @@ def _fake_step(
 
     def forward() -> Any:
         output = subject.forward(leaves)
-        if watch is not None:
-            watch.note_output(output)
-        return output
+        return output if watch is None else watch.note_output(output)
 
     with world.active():
         pairs = list(zip(captured.parameters, parameters, strict=True))
@@ -244,15 +236,23 @@ def _fake_step(
             earlier = (t.grad for t in parameters if t.grad is not None)
             watch.begin(tracker, parameters, earlier, map(world.fake, buffers), fakes)
         with world.state_of(subject.module), tracker, watch or ScalarReads():
-            if subject.owner in list(
-                subject.module.modules()
-            ):  # which hold what is there: a buffer that is replaced goes
+            if subject.owner in list(subject.module.modules()):  # which hold what is there: a replaced buffer goes
                 state.clear()
                 world.forget(buffers)
             run_step(forward, step.loss_fn, optimizer, captured.autocast, on_phase, scaler)
     libraries = memory.workspaces(len(tracker.library_threads))
     peak_bytes, watched = tracker.peak_bytes + sum(libraries), None if watch is None else watch.watched()
     return FakeStep(peak_bytes, left, log.events(libraries), state_bytes, sum(libraries), watched)
+
+
+def _tracker(memory: DeviceMemory, log: StepLog, watch: StepWatch | None) -> StorageTracker:
+    return StorageTracker(
+        log.note if watch is None else watch.beside(log.note),
+        None if watch is None else watch.note_op,
+        memory,
+        on_library=log.note_library,
+        on_workspace=log.note_workspace,
+    )
 
 
 def _as_moved(module: torch.nn.Module) -> Iterator[torch.Tensor]:
