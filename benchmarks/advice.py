@@ -85,7 +85,7 @@ class Stepper:
 
 
 def applied(habit: Habit, subject: Subject, budget: int | None = None, **planning: Any) -> Subject:
-    """Return the real subject with the habit, ready to run. A plan is for ``budget``, else for the least that can be kept."""
+    """Return the real subject with the habit, ready to run; a plan is for ``budget``, else for the least."""
     changed = habit.change(subject.with_model())
     if habit.measured_as == "step":
         return changed

@@ -174,7 +174,7 @@ def _of_config(transformers: Any, config: Any) -> torch.nn.Module:
     raise InputError(f"transformers has no model to train for {type(config).__name__}")
 
 
-def _parameters(module: torch.nn.Module) -> tuple[str, ...]:
+def _arguments_of(module: torch.nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(module.forward).parameters)
 
 
