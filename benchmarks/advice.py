@@ -29,7 +29,8 @@ from fxmem.runtime.autocast import Autocast
 
 PATH = RESULTS / "advice.json"
 NAMES = ("resnet50", "unet", "gpt2", "vit")
-PLAN_SECONDS = 2.0
+PLANNING: dict[str, Any] = {"plan_seconds": 2.0, "cost": "cpu"}
+"""Options of the plans."""
 NUM_PAIRS = 5
 
 
@@ -83,17 +84,19 @@ class Stepper:
         return time.process_time() - start
 
 
-def applied(habit: Habit, subject: Subject) -> Subject:
-    """Return the real subject with the habit, ready to run."""
+def applied(habit: Habit, subject: Subject, budget: int | None = None, **planning: Any) -> Subject:
+    """Return the real subject with the habit, ready to run; a plan is for ``budget``, else for the least."""
     changed = habit.change(subject.with_model())
     if habit.measured_as == "step":
         return changed
-    options: dict[str, Any] = {"step": changed.step, "plan_seconds": PLAN_SECONDS, "cost": "cpu"}
+    options: dict[str, Any] = {"step": changed.step, **(planning or PLANNING)}
     if habit.measured_as == "graph":
         options |= {"inplace": False, "compress_saved": False}
+    elif budget is None:
+        found = fxmem.estimate(changed.model, changed.args, changed.kwargs, **options)
+        options["budget"] = found.floor_bytes
     else:
-        floor = fxmem.estimate(changed.model, changed.args, changed.kwargs, **options).floor_bytes
-        options["budget"] = floor
+        options["budget"] = budget
     model = fxmem.optimize(changed.model, changed.args, changed.kwargs, **options)
     return Subject(model, changed.args, changed.kwargs, changed.step)
 
@@ -104,7 +107,7 @@ def rows_of(name: str, times: bool) -> Iterator[Row]:
     torch.manual_seed(0)
     args, kwargs = bench.batch("cpu")
     subject = Subject(bench.build("cpu"), args, kwargs, TrainingStep(loss_fn=bench.loss, optimizer="adamw"))
-    advice = fxmem.advise(subject.model, args, kwargs, step=subject.step, plan_seconds=PLAN_SECONDS, cost="cpu")
+    advice = fxmem.advise(subject.model, args, kwargs, step=subject.step, **PLANNING)
     yield Row(name, "as it is", advice.peak_bytes, Stepper(subject.with_model()).peak_bytes())
     for habit in HABITS:
         told = advice[habit.name]

@@ -42,12 +42,11 @@ from fxmem.planners.policy import constrain, enforce
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import simulate
 from fxmem.profiling.op_benchmark import with_measured_times
-from fxmem.profiling.optimizer_on_meta import state_bytes
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
-from fxmem.report.modules import ModuleRow, module_rows
+from fxmem.report.modules import module_rows
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
 from fxmem.torch_patches import as_in_training
@@ -104,9 +103,10 @@ def compile_model(
         profiled = with_times(profiled, context)
         planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
         emitted = emit_within_budget(profiled, context, planned.points)
+    profile, point = profiled.profile, emitted.point
     report = build_report(
-        profiled.profile,
-        emitted.point,
+        profile,
+        point,
         emitted.verification,
         budget_bytes=settings.budget_bytes,
         eager_peak_bytes=eager.peak_bytes,
@@ -114,14 +114,12 @@ def compile_model(
         if planned
         else UnplannedFloor.of(graph, context),
         peak_step=emitted.timeline.peak_step,
-        bound_seconds=lower_bound(
-            profiled.profile, settings.budget_bytes or emitted.point.peak_bytes, emitted.point.recompute_seconds
-        ),
+        bound_seconds=lower_bound(profile, settings.budget_bytes or point.peak_bytes, point.recompute_seconds),
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings, profiled.captured),
         inplace=graph.inplace,
         cuda=emitted.cuda,
-        modules=_modules(context, profiled.profile, emitted.point.plan),
+        modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
     )
     return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
 
@@ -133,11 +131,6 @@ def peak_of(compiled: Compiled, context: CompileContext) -> int:
         verification, events = verify(graph, captured, context.inputs, timeline, context.step)
     on_cuda = any(p.is_cuda for p in captured.parameters)
     return bound_bytes(verification.verified_bytes, events.peaks() if on_cuda else None, context.settings)
-
-
-def _modules(context: CompileContext, profile: GraphProfile, plan: Plan) -> tuple[ModuleRow, ...]:
-    states = state_bytes(context.step, tuple(context.model.parameters()))
-    return module_rows(context.model, profile, plan, lambda parameter: states.get(id(parameter)))
 
 
 # -- profiles and frontiers ------------------------------------------------------------------------------------------
@@ -268,6 +261,7 @@ def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor
         notes=_notes(settings, captured),
         inplace=captured.inplace,
         cuda=events.peaks() if is_on_cuda(profiled) else None,
+        modules=module_rows(context.model, profile, plan, context.step),
     )
 
 

@@ -204,7 +204,8 @@ class Estimate(PlainData):
     _question: Question = field(compare=False)
 
     def __repr__(self) -> str:
-        return f"Estimate(peak {in_units(self.peak_bytes)})"
+        least = self._question.known_floor_bytes
+        return f"Estimate(peak {in_units(self.peak_bytes)}{f', least reachable {in_units(least)}' if least else ''})"
 
     @property
     def floor_bytes(self) -> int:

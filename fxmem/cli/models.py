@@ -160,7 +160,7 @@ def _hugging_face(name: str, arguments: Arguments) -> LoadedModel:
         setattr(config, key, value)
     module = _built(f"transformers' {name}", lambda: _of_config(transformers, config), {})
     inputs, more = _inputs_of(config, module)
-    return LoadedModel(module, name, inputs, (*assumed, *more), "labels" in _parameters(module))
+    return LoadedModel(module, name, inputs, (*assumed, *more), "labels" in _arguments_of(module))
 
 
 def _of_config(transformers: Any, config: Any) -> torch.nn.Module:
@@ -174,13 +174,13 @@ def _of_config(transformers: Any, config: Any) -> torch.nn.Module:
     raise InputError(f"transformers has no model to train for {type(config).__name__}")
 
 
-def _parameters(module: torch.nn.Module) -> tuple[str, ...]:
+def _arguments_of(module: torch.nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(module.forward).parameters)
 
 
 def _inputs_of(config: Any, module: torch.nn.Module) -> tuple[tuple[str, ...], tuple[Assumed, ...]]:
     """Return a call of a model of texts: as many tokens as it takes, up to :data:`MOST_TOKENS`; of others none."""
-    takes = _parameters(module)
+    takes = _arguments_of(module)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     entries = getattr(text, "vocab_size", None)
     if "input_ids" not in takes or not entries:

@@ -213,11 +213,12 @@ class StepWatch(ScalarReads):
                     storage.kind = "gradients"
         self._phase = phase
 
-    def note_output(self, output: Any) -> None:
-        """Note what the model returned."""
+    def note_output(self, output: Any) -> Any:
+        """Note what the model returned, and return it."""
         for leaf in tree_leaves(output):
             if has_storage(leaf) and (storage := self._storage(leaf)) is not None:
                 storage.returned = True
+        return output
 
     # -- what is made of it ------------------------------------------------------------------------------------------------
 

@@ -217,9 +217,7 @@ def _fake_step(
 
     def forward(batch: list[Any]) -> Any:
         output = subject.forward(batch)
-        if watch is not None:
-            watch.note_output(output)
-        return output
+        return output if watch is None else watch.note_output(output)
 
     with world.active():
         pairs = list(zip(captured.parameters, parameters, strict=True))

@@ -7,7 +7,7 @@ own, and tables of them: like layers that follow one another are one row (``laye
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,8 @@ from tabulate import tabulate
 
 from fxmem.errors import unit_of
 from fxmem.ir import KEEP, GraphProfile, PlainData, Plan
+from fxmem.profiling.optimizer_on_meta import state_bytes
+from fxmem.profiling.training_step import TrainingStep
 
 MOST_ROWS = 30
 """More rows than this are collapsed one level of the module path further."""
@@ -44,10 +46,9 @@ class ModuleRow(PlainData):
     """Estimated time of its forward."""
 
 
-def module_rows(
-    model: torch.nn.Module, profile: GraphProfile, plan: Plan, state_bytes: Callable[[torch.Tensor], int | None]
-) -> tuple[ModuleRow, ...]:
-    """Return the rows of a model, in its own order; ``state_bytes``: of the optimizer's state of a parameter."""
+def module_rows(model: torch.nn.Module, profile: GraphProfile, plan: Plan, step: TrainingStep) -> tuple[ModuleRow, ...]:
+    """Return the rows of a model, in its own order."""
+    state_of = state_bytes(step, tuple(model.parameters()))
     saved: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
     for node in profile.nodes:
@@ -66,7 +67,7 @@ def module_rows(
             continue
         kept, dropped = saved.get(path, (0, 0))
         learning = [p for p in own if p.requires_grad]
-        states = [state_bytes(p) for p in learning]
+        states = [state_of.get(id(p)) for p in learning]
         rows.append(
             ModuleRow(
                 path=path,
@@ -159,6 +160,8 @@ def module_table(rows: Sequence[ModuleRow], depth: int | None = None, style: str
     """Return the rows as a table, collapsed and folded, with their sum."""
     unit, cells = table_cells(rows, depth)
     heads = ("module", "class", "parameters", "gradients", "optimizer", "saved", "recomputed", "ms")
+    if not cells:
+        return "what each module holds is not told of a model that is planned in its parts"
     units = tuple(f"{head}, {unit}" if head in heads[2:7] else head for head in heads)
     return tabulate(
         cells, headers=units, tablefmt=style, disable_numparse=True, colalign=("left", "left", *["right"] * 6)
@@ -167,6 +170,8 @@ def module_table(rows: Sequence[ModuleRow], depth: int | None = None, style: str
 
 def table_cells(rows: Sequence[ModuleRow], depth: int | None = None) -> tuple[str, list[tuple[str, ...]]]:
     """Return the unit and the cells of the table, the last row being the sum."""
+    if not rows:  # a model planned in its parts
+        return "B", []
     total = replace(rows[0], path="all", kind="")
     for row in rows[1:]:
         total = _added(total, row)
