@@ -77,6 +77,8 @@ def test_an_optimizer_may_be_made_by_a_function_of_the_parameters() -> None:
 def test_what_is_printed_is_short_and_in_units() -> None:
     model, x = net(), batch()
     estimate = fxmem.estimate(model, x, optimizer=None, planner="chen")
+    assert re.fullmatch(r"Estimate\(peak 0\.\d+ MB\)", repr(estimate))
+    assert estimate.floor_bytes  # planned for now that it is asked for
     assert re.fullmatch(r"Estimate\(peak 0\.\d+ MB, least reachable 0\.\d+ MB\)", repr(estimate))
     optimized = fxmem.optimize(model, x, budget="0.3MB", optimizer=None, planner="chen")
     assert "budget 0.3 MB" in repr(optimized)
