@@ -63,8 +63,10 @@ class CompileCache:
         """By path, where the model cannot be captured whole."""
 
     def for_step(self, step: TrainingStep) -> CompileCache:
-        """Return a cache for another step of the same model, which shares captured graphs and targets with this one."""
+        """Return a cache for another step of the same model, which shares captured graphs and targets with this one, and the
+        numbers of the model's states that signatures have."""
         other = CompileCache(self._model, replace(self._settings, step=self.with_targets(step)))
+        other._states = self._states
         other._expected = self._expected
         other._families = {kind: family.without_plans() for kind, family in self._families.items()}
         return other
