@@ -68,6 +68,10 @@ class CaptureError(FxMemError, RuntimeError):
     """The model's graph could not be captured faithfully."""
 
 
+class ChangedArgumentError(CaptureError):
+    """The model changes an argument that is no tensor, of which it is given a copy in every planned call."""
+
+
 class ProfileError(FxMemError, RuntimeError):
     """The captured graph could not be run on fake tensors."""
 

@@ -29,7 +29,7 @@ from torch import fx
 from fxmem.capture.advice import Part, capturable_parts, num_elements
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.emitted import Emitted, bound_bytes, emit_point
-from fxmem.errors import CaptureError, InfeasibleBudgetError
+from fxmem.errors import CaptureError, ChangedArgumentError, InfeasibleBudgetError
 from fxmem.ir import FrontierPoint, StaticBytes
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, frontier_of, profile_for_short_memory
@@ -179,7 +179,7 @@ def compile_in_parts(context: CompileContext, refused: CaptureError, serve: Serv
     start = time.perf_counter()
     strided = all(tensor.layout is torch.strided for tensor in context.inputs.tensors)
     found, answer = capturable_parts(context.model, context.inputs, context.autocast) if strided else ((), None)
-    if not found:
+    if not found or isinstance(refused, ChangedArgumentError):
         raise refused
     if answer is None:
         raise CaptureError(f"{refused} {_advice(context.model, found)}") from refused

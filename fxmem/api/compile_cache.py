@@ -63,8 +63,8 @@ class CompileCache:
         """By path, where the model cannot be captured whole."""
 
     def for_step(self, step: TrainingStep) -> CompileCache:
-        """Return a cache for another step of the same model, which shares captured graphs and targets with this one, and the
-        numbers of the model's states that signatures have."""
+        """Return a cache for another step of the same model, which shares captured graphs, targets and the numbers of the
+        model's states with this one."""
         other = CompileCache(self._model, replace(self._settings, step=self.with_targets(step)))
         other._states = self._states
         other._expected = self._expected

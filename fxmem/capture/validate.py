@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.pytrees import flattened
 from fxmem.capture.value_guards import seeing_values
-from fxmem.errors import CaptureError, chain_of, first_lines, raised_in
+from fxmem.errors import CaptureError, ChangedArgumentError, chain_of, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, attributes_restored
 from fxmem.fake.generators import Draws
 from fxmem.fake.python_state import OpLog, Place, PythonState
@@ -218,7 +218,7 @@ def _arguments_left(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping
     for name, value in named.items():
         (given, given_spec), (left, left_spec) = before[name], flattened(value)
         if left_spec != given_spec or any(a is not b for a, b in zip(left, given, strict=True)):
-            raise CaptureError(
+            raise ChangedArgumentError(
                 f"{type(model).__name__} changes its argument {name}, a {type(value).__name__}; a captured graph would "
                 "not. Let forward return what it puts there (of a cache of keys and values: use_cache=False)."
             )
