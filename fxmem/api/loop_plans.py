@@ -146,6 +146,8 @@ class LoopPlans:
         try:
             return cache.make(inputs, autocast)
         except InfeasibleBudgetError as error:
+            if self.asked.find(inputs, autocast) is None:
+                self.asked.make(inputs, autocast)  # raises if not even the step asked for keeps the budget
             cache.raise_budget(error.least_bytes)
             rest = f"the least that a plan reaches is {_mb(error.least_bytes)}"
             self._warn(_said_of(self._settings.step, step), seen_bytes, error.least_bytes, rest, step)

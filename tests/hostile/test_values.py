@@ -90,16 +90,15 @@ def test_parts_that_share_parameters_are_counted_once() -> None:
     class Sharing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.part = nn.Linear(WIDTH, WIDTH)
+            self.part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
             self.outer = Outer(self.part)
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.outer(self.part(x))
             return y * (2.0 if y.sum() > 0 else 1.0)
 
-    with pytest.raises(fxmem.CaptureError, match="with 100% of its parameters") as refusal:
+    with pytest.warns(UserWarning, match=r"Sharing is planned in parts.*: 1 with 100% of its parameters \("):
         fxmem.optimize(Sharing(), batch(), optimizer=None)
-    assert str(refusal.value).count("fxmem.optimize(model.") == 1
 
 
 def test_shapes_that_follow_from_values_are_refused_as_such() -> None:

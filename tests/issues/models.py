@@ -36,11 +36,11 @@ def stack(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(layer() for layer in layers), nn.Linear(WIDTH, WIDTH))
 
 
-def least(model: nn.Module, *args: Any, **options: Any) -> OptimizedModule:
-    """Return ``model`` optimized to the least budget that fits."""
+def least(model: nn.Module, *args: Any, spare_bytes: int = 0, **options: Any) -> OptimizedModule:
+    """Return ``model`` optimized to the least budget that fits, and ``spare_bytes`` more."""
     with pytest.raises(fxmem.InfeasibleBudgetError) as info:
         fxmem.optimize(model, args, budget="1B", **options)
-    return fxmem.optimize(model, args, budget=info.value.least_bytes, **options)
+    return fxmem.optimize(model, args, budget=info.value.least_bytes + spare_bytes, **options)
 
 
 def twins(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
