@@ -83,7 +83,7 @@ SEEDING = [_reseeds, _reseeds_and_puts_back, _seeds_anew, _reseeds_its_own, _mak
 def test_a_forward_that_seeds_a_generator_is_refused_whatever_the_call_is_named(noise: Any) -> None:
     model = Noisy(noise)
     with pytest.raises(fxmem.CaptureError, match=r"manual_seed or set_state of a torch\.Generator"):
-        fxmem.estimate(model, torch.randn(4, 4))
+        capture(model, Inputs.of((torch.randn(4, 4),), {}))
 
 
 def test_planning_leaves_random_numbers_as_they_were() -> None:

@@ -36,6 +36,9 @@ from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import graphs_shown_to
 from fxmem.torch_private import storage_key
 
+LOOKS_FOR_LOSS = False
+"""Whether a loss that nobody told of is sought in the first backward. Not by default: casts of autocast and the product of a
+scaler are taken for a loss of their own."""
 NUM_LOOKED_AT = 4
 """Parameters that are asked whether they have a gradient, spread over the model."""
 
@@ -57,7 +60,7 @@ class LoopPlans:
         self._roomy: dict[int, int] = {}
         """By id of what is compiled: bytes that its forward leaves of the budget."""
         self._warned: set[str] = set()
-        self._is_loss_unknown = settings.step.loss_fn is None
+        self._is_loss_unknown = LOOKS_FOR_LOSS and settings.step.loss_fn is None
         self._looking_at: Callable[[], Call | None] = lambda: None
         self._criterion: Criterion | None = None
         """What was seen of a loss that nobody told of, and is not planned for yet."""

@@ -184,7 +184,7 @@ def _calls(
             continue
         call = _arguments_of(model, batch) if arguments is None else arguments(batch)
         args, kwargs = ((), dict(call)) if isinstance(call, Mapping) else (call, None)
-        inputs = example_of(model, args or None, kwargs)
+        inputs = example_of(model, None if isinstance(args, tuple) and not args else args, kwargs)
         yield _without_floats(inputs, device)
 
 

@@ -218,7 +218,9 @@ def optimizer_over(optimizer: OptimizerLike, fakes: dict[int, torch.Tensor]) -> 
         if not isinstance(made, torch.optim.Optimizer):
             raise InputError(f"the function given as optimizer must make a torch.optim.Optimizer, not {made!r}")
         given = set(map(id, fakes.values()))
-        if any(id(p) not in given for group in made.param_groups for p in group["params"]):
+        if not isinstance(cls, type) and any(
+            id(p) not in given for group in made.param_groups for p in group["params"]
+        ):
             raise InputError(
                 "the function given as optimizer must make one of the parameters that it is called with: what is planned "
                 "is run on stand-ins for them. Pass the optimizer itself where it holds others too"

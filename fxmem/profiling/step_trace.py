@@ -168,7 +168,7 @@ class _Tracer:
                 with self.captured.scope():
                     return self.captured.unflatten(scout._forward(leaves))
 
-            loss_fn = step.loss_on(step.targets.blank(parameters[0].device))
+            loss_fn = step.loss_on(step.targets.blank((*parameters, *fakes)))
             run_step(forward, loss_fn, autocast=self.captured.autocast, keep_casts=False)
 
         with gradients_untouched(self.captured.parameters), self.world.active(self.graph_module):
@@ -177,7 +177,7 @@ class _Tracer:
             buffers = [self.world.fake(b) for b in self.graph_module.buffers() if b.requires_grad]
             self.leaves_with_grad = parameters + buffers + leaves
             optimizer, scaler = steady_state(step, pairs, micro_batch, self.tracker, seen)
-            targets = step.targets.blank(parameters[0].device)
+            targets = step.targets.blank((*parameters, *fakes))
             static = self._hold_statics([*fakes, *targets], optimizer, scaler)
             earlier = self._gradient_serials()
             cached_until: dict[int, int] = {}
@@ -220,7 +220,7 @@ class _Tracer:
         """Run forward and loss only."""
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
         with self.world.active(self.graph_module):
-            targets = step.targets.blank(next(t.device for t in fakes if isinstance(t, torch.Tensor)))
+            targets = step.targets.blank(fakes)
             self._hold_statics([*fakes, *targets])
             context = self.captured.autocast.enter() if self.captured.autocast else nullcontext()
             with self.tracker, context:

@@ -7,7 +7,7 @@ first dimension also where it is a multiple of such a one, as that of flattened 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,8 +66,10 @@ class Targets:
         sizes = (replace(t, size=_resized(t.size, changes)) if isinstance(t, Like) else t for t in now.leaves)
         return replace(now, leaves=tuple(sizes), inputs=None).seen_with(inputs)
 
-    def blank(self, device: torch.device) -> list[Any]:
-        """Return leaves of these shapes on ``device``; under a mode of fakes they are fakes."""
+    def blank(self, beside: Iterable[Any]) -> list[Any]:
+        """Return leaves of these shapes on the device of the first tensor of ``beside``; under a mode of fakes they are
+        fakes."""
+        device = next((t.device for t in beside if isinstance(t, torch.Tensor)), torch.device("cpu"))
         return [leaf.blank(device) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
 
 

@@ -221,7 +221,7 @@ def _fake_step(
 
     with world.active():
         pairs = list(zip(captured.parameters, parameters, strict=True))
-        targets = step.targets.blank(parameters[0].device)
+        targets = step.targets.blank((*parameters, *leaves))
         micro_batch = partial(_micro_batch, subject, world, leaves, step.loss_on(targets), captured.autocast)
         optimizer, scaler = steady_state(step, pairs, micro_batch, tracker, seen)
         tracker.hold(tensors_of(state))

@@ -164,7 +164,8 @@ def test_what_is_planned_for_on_the_way_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("criterion", [F.cross_entropy, F.mse_loss, "contrastive"])
-def test_a_loss_outside_of_the_model_is_seen_and_planned_for(criterion: Any) -> None:
+def test_a_loss_outside_of_the_model_is_seen_and_planned_for(criterion: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxmem.api.loop_plans.LOOKS_FOR_LOSS", True)
     targets = torch.randint(CLASSES, (ROWS,)) if criterion is F.cross_entropy else torch.randn(ROWS, CLASSES)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:

@@ -45,7 +45,10 @@ def test_an_optimizer_that_cannot_be_stepped_is_refused_by_name(optimizer: str, 
 @pytest.mark.parametrize(
     ("loss_fn", "match"),
     [
-        (nn.CrossEntropyLoss(), "loss_fn failed on fake tensors: .*missing 1 required .*with the model's output alone"),
+        (
+            nn.CrossEntropyLoss(),
+            "loss_fn failed on fake tensors: .*missing 1 required .*the model's output and targets=",
+        ),
         (lambda y: y[y > y.mean()].mean(), "loss_fn failed on fake tensors: .*nonzero.* may not look at values"),
         (lambda y: (y.sum(), 1), "must return a tensor of one element, not "),
         (lambda y: y, r"must return a tensor of one element, not a tensor of shape \(4, 8\)"),
