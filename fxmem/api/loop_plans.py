@@ -37,8 +37,8 @@ from fxmem.torch_patches import graphs_shown_to
 from fxmem.torch_private import storage_key
 
 LOOKS_FOR_LOSS = False
-"""Whether a loss that nobody told of is sought in the first backward. Not by default: casts of autocast and the product of a
-scaler are taken for a loss of their own."""
+"""Whether a loss that nobody told of is sought in the first backward. Not by default: casts of autocast and a scaler's
+product are taken for a loss of their own."""
 NUM_LOOKED_AT = 4
 """Parameters that are asked whether they have a gradient, spread over the model."""
 
