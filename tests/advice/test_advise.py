@@ -32,7 +32,7 @@ class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.blocks = nn.Sequential(*(Block(8) for _ in range(4)))
+        self.blocks = nn.Sequential(*(Block(8) for _ in range(2)))
         self.pool = nn.AdaptiveAvgPool2d((4, 4))
         self.head = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
 
