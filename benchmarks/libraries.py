@@ -5,27 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import torch
-
-_declared: list[torch.library.Library] = []  # a Library takes its schemas along when it is collected
+from fxmem.cli.models import beside_torchvision
 
 
 def import_torchvision() -> Any:
-    """Return torchvision, on a CPU build of torch too.
-
-    There its compiled operators may not load, and the import stops where ``nms`` gets a fake kernel. The schemas alone
-    let it through; no model here calls the operators. Where they load, nothing is declared.
-    """
-    try:
-        return importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::nms does not exist" not in str(error):
-            raise
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _declared.append(library)
-    return importlib.import_module("torchvision")
+    """Return torchvision, on a CPU build of torch too (:func:`fxmem.cli.models.beside_torchvision`)."""
+    return beside_torchvision(lambda: importlib.import_module("torchvision"))
 
 
 def import_library(name: str) -> Any:

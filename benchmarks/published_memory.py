@@ -21,24 +21,18 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch import nn
 
+import fxmem
 from benchmarks.published_memory_models import AdamOfTorch20, build
 from benchmarks.results_file import RESULTS, ROOT, machine
-from fxmem.api.arguments import example_of, region_of_step
-from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.devices import device_named
-from fxmem.fake.fake_tensors import FakeWorld
-from fxmem.fake.stand_in import standing_in
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.training_step import TrainingStep
-from fxmem.profiling.verify import eager_step
-from fxmem.runtime.autocast import Autocast
-from fxmem.torch_patches import as_in_training
 
 DATA = ROOT / "data" / "published_memory.json"
 PATH = RESULTS / "published_memory.json"
@@ -132,24 +126,6 @@ def load() -> tuple[dict[str, Any], list[Point]]:
 # -- one point ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Uncaptured:
-    """What a step of the model as it is needs of a captured graph."""
-
-    parameters: tuple[nn.Parameter, ...]
-    autocast: Autocast | None
-
-
-def eager_peaks(model: nn.Module, args: tuple[Any, ...], device: str, step: TrainingStep) -> AllocatorPeaks:
-    """Return what :func:`fxmem.estimate` says of the eager step on ``device``, without a capture and without plans."""
-    inputs = example_of(model, args, None)
-    world = FakeWorld(inputs.leaves, torch.device("cuda"), moved=True)
-    inputs = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
-    with as_in_training(), standing_in(device_named(device)), world.state_of(model):
-        bare = cast(CaptureGraph, _Uncaptured(tuple(model.parameters()), region_of_step(model, step, "cuda")))
-        return eager_step(model, bare, inputs, step).events.peaks()
-
-
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer called ``name``; with "one by one", as it was before steps were fused over parameters."""
     kind, _, manner = name.partition(", ")
@@ -191,7 +167,7 @@ def predict(point: Point) -> Outcome:
             accumulate=point.accumulate,
             scaler=torch.amp.GradScaler("cuda") if point.scaler else None,
         )
-        peaks = eager_peaks(model, batch, point.device, step)
+        peaks = fxmem.estimate(model, batch, device=f"cuda:{point.device}", step=step).cuda
     except Exception as error:
         return Outcome(point, None, time.perf_counter() - start, f"{type(error).__name__}: {error}"[:300])
     return Outcome(point, peaks, time.perf_counter() - start)

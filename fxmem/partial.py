@@ -42,9 +42,8 @@ from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import calls_run_by
 from fxmem.torch_private import tree_leaves
+from fxmem.user_frames import level_of_user
 
-TO_THE_CALL = 11
-"""Frames from the warning to the line that calls the model, as in :mod:`fxmem.api.compile_cache`."""
 RunPart = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Serve = Callable[[Part, Settings, Compiled], RunPart]
 """Return what runs a part in training: the compiled one, and others for calls that it does not serve."""
@@ -194,7 +193,7 @@ def compile_in_parts(context: CompileContext, refused: CaptureError, serve: Serv
         search.context = context
     emitted, ran = search.cheapest_within(context.settings.budget_bytes)
     said = _said(context.model, parts, refused)
-    warnings.warn(said, stacklevel=TO_THE_CALL)
+    warnings.warn(said, stacklevel=level_of_user())
     runs, reports = [], []
     whole = fx.GraphModule(torch.nn.Module(), fx.Graph())
     for planned, chosen in zip(parts, emitted, strict=True):

@@ -57,7 +57,6 @@ __all__ = [
     "is_traceable_wrapper",
     "is_view",
     "keeps_graph",
-    "num_gradients_of",
     "register_device_guard",
     "register_pytree_node",
     "saved_tensor_hooks_allowed",
@@ -202,11 +201,6 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     """Have ``call`` called when the backward that runs in this thread has ended, and let go of it then, or where that
     backward fails."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def num_gradients_of(node: Any) -> int:
-    """Return how many gradients an autograd node takes."""
-    return len(node._input_metadata)
 
 
 def sequence_of(node: Any) -> int | None:

@@ -19,8 +19,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fxmem.api.user_frames import level_of_user, method_running
 from fxmem.torch_private import FakeTensor
+from fxmem.user_frames import level_of_user, method_running
 
 
 @dataclass(frozen=True, slots=True)

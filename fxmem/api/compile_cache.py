@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from fxmem.api.size_families import Family, LazyReport, SizedPlan, at_other_size
-from fxmem.api.user_frames import level_of_user
 from fxmem.capture.advice import Part
 from fxmem.capture.dynamic_batch import Shapes, largest_batch, resized, shapes_of
 from fxmem.capture.export import fitting
@@ -36,6 +35,7 @@ from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.backend_flags import present
 from fxmem.runtime.other_sizes import OtherStructureError
 from fxmem.torch_patches import as_in_training
+from fxmem.user_frames import level_of_user
 
 MANY_SPECIALIZATIONS = MANY_STATES = MANY_CONSTANTS = MANY_SIZES = 8
 """Of one signature, by the values of inputs, of a model, by its attributes, of its arguments that are no tensors, or of
@@ -54,8 +54,8 @@ class CompileCache:
         self._families: dict[tuple[Any, ...], Family] = {}
         self._expected: dict[tuple[Any, ...], tuple[Shapes, ...]] = {}
         """By what calls have in common but for their sizes, the shapes said to come."""
-        self._untried: set[int] = set()
-        """Ids of what is compiled for larger sizes and has not run yet at the size that it is noted for."""
+        self._untried: dict[int, Compiled] = {}
+        """By id: what is compiled for larger sizes and has not run yet at the size that it is noted for."""
         self._alone: set[tuple[Any, ...]] = set()
         """Signatures that no plan of a larger size serves."""
         self._constants: set[Any] = set()
@@ -113,7 +113,7 @@ class CompileCache:
 
     def _at_other_size(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         compiled = at_other_size(CompileContext(self._model, inputs, self._settings, autocast), compiled)
-        self._untried.add(id(compiled))
+        self._untried[id(compiled)] = compiled
         return compiled
 
     def run(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> tuple[Any, Sequence[Any]]:
@@ -128,7 +128,7 @@ class CompileCache:
         before = Before(captured, inputs.leaves)
         try:
             output = captured.run(compiled.graph_module, inputs.leaves)
-            self._untried.discard(id(compiled))
+            self._untried.pop(id(compiled), None)
             return output
         except torch.OutOfMemoryError:
             raise
@@ -139,7 +139,7 @@ class CompileCache:
             before.restore()
         signature = self._signature(inputs, autocast)
         self._alone.add(signature)
-        self._untried.discard(id(compiled))
+        self._untried.pop(id(compiled), None)
         self._compiled[signature] = [one for one in self._compiled[signature] if one is not compiled]
         anew = self.make(inputs, autocast)
         return anew.captured.run(anew.graph_module, inputs.leaves)

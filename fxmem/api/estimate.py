@@ -42,7 +42,7 @@ from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.profiling.optimizer_on_meta import usual_step
 from fxmem.profiling.optimizer_step import RecordedStep
-from fxmem.profiling.step_watch import Alive
+from fxmem.profiling.peak_watch import Alive
 from fxmem.profiling.verify import EagerCall, FakeStep, eager_step
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.peak import Breakdown, Place, breakdown_at_peak, place_of_peak

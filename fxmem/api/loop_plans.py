@@ -8,11 +8,8 @@ went over the budget, or no plan keeps it, one warning tells its peak and what t
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,24 +18,17 @@ import torch
 from fxmem.api.arguments import check_alone
 from fxmem.api.compile_cache import CompileCache
 from fxmem.api.size_families import report_planned_for
-from fxmem.api.step_watch import CALL, Call, StepWatch
-from fxmem.api.user_frames import level_of_user
+from fxmem.api.step_watch import StepWatch
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import Phase, Plan
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, peak_of
-from fxmem.profiling.criterion import Criterion, nodes_under, seen_in
-from fxmem.profiling.storage_tracker import has_storage
 from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
-from fxmem.torch_patches import graphs_shown_to
-from fxmem.torch_private import storage_key
+from fxmem.user_frames import level_of_user
 
-LOOKS_FOR_LOSS = False
-"""Whether a loss that nobody told of is sought in the first backward. Not by default: casts of autocast and a scaler's
-product are taken for a loss of their own."""
 NUM_LOOKED_AT = 4
 """Parameters that are asked whether they have a gradient, spread over the model."""
 
@@ -57,13 +47,9 @@ class LoopPlans:
         self._step = settings.step
         """What is planned for, but for gradients that are there."""
         self._looked_at: tuple[Compiled | None, tuple[torch.Tensor, ...]] = (None, ())
-        self._roomy: dict[int, int] = {}
-        """By id of what is compiled: bytes that its forward leaves of the budget."""
+        self._roomy: tuple[Compiled | None, int] = (None, 0)
+        """What was compiled for the latest call, and bytes that its forward leaves of the budget."""
         self._warned: set[str] = set()
-        self._is_loss_unknown = LOOKS_FOR_LOSS and settings.step.loss_fn is None
-        self._looking_at: Callable[[], Call | None] = lambda: None
-        self._criterion: Criterion | None = None
-        """What was seen of a loss that nobody told of, and is not planned for yet."""
 
     # -- as a CompileCache is used --------------------------------------------------------------------------------------
 
@@ -96,15 +82,13 @@ class LoopPlans:
         """Return the model's output for a training call, under the plan of its step."""
         compiled = self.for_call(inputs, autocast)
         output, leaves = self._latest.run(compiled, inputs, autocast)
-        self.note(inputs, leaves)
+        self._note(leaves)
         return output
 
-    def note(self, inputs: Inputs, leaves: Sequence[Any]) -> None:
+    def _note(self, leaves: Sequence[Any]) -> None:
         """Note the outputs of a training call."""
         if self._settings.budget_bytes is not None:
-            call = self._watch.note(leaves)
-            if self._is_loss_unknown:
-                self._look_for_loss(call, inputs, leaves)
+            self._watch.note(leaves)
 
     def for_call(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for a training call, compiling it on first sight. Errors: as :func:`fxmem.optimize` tells
@@ -114,11 +98,9 @@ class LoopPlans:
             self._watch.look()  # a model in parts is planned for the step asked for alone
             return self._compiled(self._settings.step, inputs, autocast)
         held_bytes, loop = self._watch.look(), self._watch.loop
-        if loop is not self._seen or self._criterion is not None:
+        if loop is not self._seen:
             self._seen = loop
             grown = replace(self._step, loop=_grown(self._step.loop, loop))
-            if self._criterion is not None:
-                grown, self._criterion = replace(grown, loss_fn=self._criterion), None
             if grown != self._step:
                 self._turn_to(grown, inputs, autocast)
         step = self._step
@@ -155,32 +137,6 @@ class LoopPlans:
             rest = f"the least that a plan reaches is {_mb(error.least_bytes)}"
             self._warn(_said_of(self._settings.step, step), seen_bytes, error.least_bytes, rest, step)
             return cache.make(inputs, autocast)
-
-    def _look_for_loss(self, call: Call, inputs: Inputs, leaves: Sequence[Any]) -> None:
-        """Have the first backward looked at that reaches the outputs of ``call``, one call at a time."""
-        if self._looking_at() is not None:
-            return
-        self._looking_at = weakref.ref(call)
-        keys = {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        own = (*inputs.tensors, *self._model.parameters(), *self._model.buffers())
-        known = {storage_key(tensor) for tensor in own if has_storage(tensor)}
-        plans, stack, reference = weakref.ref(self), ExitStack(), self._looking_at
-
-        def show(roots: Sequence[Any]) -> None:
-            alive, here = reference(), plans()
-            if alive is None or here is None or not here._is_loss_unknown:
-                stack.close()
-            elif any(
-                node.metadata.get(CALL) is alive for node in nodes_under(roots, lambda node: CALL in node.metadata)
-            ):
-                stack.close()
-                here._is_loss_unknown = False
-                with suppress(Exception):  # what cannot be told is not known; the backward itself goes on
-                    here._criterion = seen_in(roots, lambda node: CALL in node.metadata, keys, known)
-                gc.collect()  # what is left of looking would hold what the graph has saved
-
-        stack.enter_context(graphs_shown_to(show))
-        weakref.finalize(self, stack.close)
 
     def _turn_to(self, to: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> None:
         """Plan for step ``to`` from now on; warn if the one that showed it went over the budget."""
@@ -223,12 +179,11 @@ class LoopPlans:
         return any(parameter.grad is not None for parameter in self._looked_at[1])
 
     def _room(self, compiled: Compiled) -> int:
-        room = self._roomy.get(id(compiled))
-        if room is None:
+        if self._roomy[0] is not compiled:
             steps = report_planned_for(compiled).timeline.steps
             most = max((step.live_bytes for step in steps if step.phase is Phase.FORWARD), default=0)
-            room = self._roomy[id(compiled)] = (self._settings.budget_bytes or 0) - most
-        return room
+            self._roomy = compiled, (self._settings.budget_bytes or 0) - most
+        return self._roomy[1]
 
 
 def _grown(planned: Loop, seen: Loop) -> Loop:
@@ -251,8 +206,6 @@ def _said_of(asked: TrainingStep, step: TrainingStep) -> str:
     parts = []
     if step.accumulate and not asked.accumulate:
         parts.append("gradients are there as the forward begins (micro-batches, or zero_grad(set_to_none=False))")
-    if isinstance(step.loss_fn, Criterion) and not isinstance(asked.loss_fn, Criterion):
-        parts.append("the loss is computed outside of the model")
     loop, known = step.loop, asked.loop
     if loop.forwards != known.forwards:
         parts.append(f"{loop.forwards} forwards are alive before a backward")
@@ -265,7 +218,6 @@ def _said_of(asked: TrainingStep, step: TrainingStep) -> str:
 
 def _option_for(asked: TrainingStep, step: TrainingStep) -> str:
     parts = ["accumulate=True"] if step.accumulate and not asked.accumulate else []
-    parts += ["loss_fn=..., targets=..."] if isinstance(step.loss_fn, Criterion) else []
     if step.loop != asked.loop:
         default = Loop()
         changed = {n: getattr(step.loop, n) for n in default.__slots__ if getattr(step.loop, n) != getattr(default, n)}

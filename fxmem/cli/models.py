@@ -60,12 +60,12 @@ def load_model(spec: str, arguments: Arguments, on_meta: bool = True) -> LoadedM
 def library(name: str) -> Any:
     """Return an imported library. Errors: ``InputError`` if it is not installed."""
     try:
-        return _beside_torchvision(lambda: importlib.import_module(name))
+        return beside_torchvision(lambda: importlib.import_module(name))
     except ImportError as error:
         raise InputError(f"{name} cannot be imported here ({first_lines(error)}): pip install {name}") from error
 
 
-def _beside_torchvision(load: Callable[[], Any]) -> Any:
+def beside_torchvision(load: Callable[[], Any]) -> Any:
     """Return what ``load`` imports. Where torchvision's compiled operators do not load (it was built for another torch),
     its import stops at the first that is missing; their schemas let it through, and a step on fakes calls none of them."""
     try:
@@ -228,7 +228,7 @@ def _file(path: Path) -> Any:
     sys.modules[path.stem] = module
     loader = spec.loader
     with torch.device("cpu"):
-        _beside_torchvision(lambda: loader.exec_module(module))
+        beside_torchvision(lambda: loader.exec_module(module))
     return module
 
 
@@ -236,7 +236,7 @@ def _module(name: str) -> Any:
     sys.path.insert(0, "")
     try:
         with torch.device("cpu"):
-            return _beside_torchvision(lambda: importlib.import_module(name))
+            return beside_torchvision(lambda: importlib.import_module(name))
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise

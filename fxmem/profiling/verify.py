@@ -23,7 +23,7 @@ from fxmem.ir import Phase, Timeline, Verification
 from fxmem.profiling.caching_allocator import StepEvents, StepLog
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
-from fxmem.profiling.step_watch import StepWatch, WatchedStep
+from fxmem.profiling.peak_watch import PeakWatch, WatchedStep
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import BARE, Gradients, LossFn, TrainingStep, gradients_of, run_step
 from fxmem.profiling.written_views import WrittenViews
@@ -201,7 +201,7 @@ def _fake_step(
     fakes: list[torch.Tensor] = []
     parameters = [world.fake(p) for p in captured.parameters]
     memory, log = DeviceMemory.of(p.device for p in parameters), StepLog()
-    watch = StepWatch(subject.owner) if watching else None
+    watch = PeakWatch(subject.owner) if watching else None
     tracker = _tracker(memory, log, watch)
     state = [world.fake(t) for t in _as_moved(subject.owner)]
     buffers = list(subject.owner.buffers())
@@ -255,7 +255,7 @@ def _micro_batch(
         run_step(lambda: subject.forward(other), loss_fn, autocast=region, keep_casts=False)
 
 
-def _tracker(memory: DeviceMemory, log: StepLog, watch: StepWatch | None) -> StorageTracker:
+def _tracker(memory: DeviceMemory, log: StepLog, watch: PeakWatch | None) -> StorageTracker:
     return StorageTracker(
         log.note if watch is None else watch.beside(log.note),
         None if watch is None else watch.note_op,

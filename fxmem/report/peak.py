@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 
 from fxmem.ir import GraphProfile, Phase, PlainData
-from fxmem.profiling.step_watch import WatchedStep
+from fxmem.profiling.peak_watch import WatchedStep
 
 
 @dataclass(frozen=True, slots=True)

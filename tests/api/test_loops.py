@@ -163,35 +163,6 @@ def test_what_is_planned_for_on_the_way_changes_no_bit() -> None:
         assert all(same_bits(a, b) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("criterion", [F.cross_entropy, F.mse_loss, "contrastive"])
-def test_a_loss_outside_of_the_model_is_seen_and_planned_for(criterion: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxmem.api.loop_plans.LOOKS_FOR_LOSS", True)
-    targets = torch.randint(CLASSES, (ROWS,)) if criterion is F.cross_entropy else torch.randn(ROWS, CLASSES)
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
-        output = model(BATCHES[0])
-        if criterion == "contrastive":
-            similar = F.normalize(output) @ F.normalize(output).t()
-            loss = F.mse_loss(similar.softmax(-1), torch.eye(ROWS))
-            del similar
-        else:
-            loss = criterion(output, targets)
-        loss.backward()
-        del output, loss
-        optimizer.step()
-        optimizer.zero_grad()
-
-    model, optimizer = made(0.05, CLASSES, loss_fn=None)
-    budget = model.fxmem.settings.budget_bytes
-    found, said = peaks(model, optimizer, step, targets=None if criterion == "contrastive" else targets)
-    assert len(said) == 1
-    assert "the loss is computed outside of the model" in said[0]
-    told = int(said[0].partition("the step's peak is ")[2].partition(" ")[0])
-    assert told == pytest.approx(found[0], rel=0.01)
-    assert max(found[2:]) <= max(budget, model.fxmem.report.predicted_peak_bytes)
-    assert max(found[2:]) == pytest.approx(model.fxmem.report.predicted_peak_bytes, rel=0.01)
-
-
 def test_targets_follow_the_batch_and_a_smaller_last_batch_trains() -> None:
     labels = torch.randint(WIDTH, (ROWS,))
     asked: dict[str, Any] = {"loss_fn": F.cross_entropy, "targets": labels, "optimizer": None}

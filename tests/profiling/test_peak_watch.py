@@ -36,7 +36,7 @@ def test_a_value_kept_on_the_model_is_held_by_code_and_has_its_line() -> None:
     assert estimate.breakdown.held_by_code_bytes == 64 * KIB
     (kept,) = (each for each in estimate.alive if each.kind == "held_by_code")
     assert kept.site.name == "mul"
-    assert kept.site.source.line.startswith("test_step_watch.py:")
+    assert kept.site.source.line.startswith("test_peak_watch.py:")
 
 
 class NamesAll(nn.Module):

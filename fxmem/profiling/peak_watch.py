@@ -92,7 +92,7 @@ class WatchedStep:
     saves tensors that show on no fake: whether that can be followed, a capture tells."""
 
 
-class StepWatch(ScalarReads):
+class PeakWatch(ScalarReads):
     """Sees a step: as function mode the calls of torch, as the tracker's listener bytes, as its ``on_op`` the reads."""
 
     def __init__(self, model: torch.nn.Module) -> None:
