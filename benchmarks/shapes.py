@@ -3,8 +3,8 @@
 Two questions, each answered beside eager in one process:
 
 1. **Trainer**: 14 steps of GPT-2 (3 layers) by the Trainer of transformers, each padded to another length, with
-   ``FxMemCallback(budget=..., prepare=True)``. Printed: seconds of the first plan, seconds of the steps over eager's, whether
-   the losses are equal to the bit.
+   ``FxMemCallback(budget=..., prepare=True)``. Printed: seconds of the first plan, seconds of the steps over eager's,
+   whether the losses are equal to the bit.
 2. **New sizes**: models planned for their largest size see smaller ones, twice each. Printed: CPU seconds that the first
    call takes more than the second one, whether loss and gradients are eager's to the bit.
 
