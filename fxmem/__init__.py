@@ -26,6 +26,7 @@ from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.progress import log_to_stderr
 from fxmem.report.peak import Breakdown, Place
 from fxmem.report.text import Report, Row
+from fxmem.watching.graphs import GraphWatch, HeldGraphs, watch_graphs
 
 __version__ = "0.2.0"
 
@@ -42,6 +43,8 @@ __all__ = [
     "Frontier",
     "FxMemError",
     "FxMemModule",
+    "GraphWatch",
+    "HeldGraphs",
     "InfeasibleBudgetError",
     "InputError",
     "Loop",
@@ -71,4 +74,5 @@ __all__ = [
     "restore",
     "prepare",
     "track",
+    "watch_graphs",
 ]
