@@ -27,6 +27,7 @@ from fxmem.progress import log_to_stderr
 from fxmem.report.peak import Breakdown, Place
 from fxmem.report.text import Report, Row
 from fxmem.watching.graphs import GraphWatch, HeldGraphs, watch_graphs
+from fxmem.watching.memory import MemoryWatch, watch
 
 __version__ = "0.2.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "InputError",
     "Loop",
     "Measurement",
+    "MemoryWatch",
     "NotPlannedError",
     "OptimizedModule",
     "Phase",
@@ -74,5 +76,6 @@ __all__ = [
     "restore",
     "prepare",
     "track",
+    "watch",
     "watch_graphs",
 ]

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxmem.errors import in_units
 from fxmem.ir import PlainData
@@ -31,6 +30,7 @@ from fxmem.user_frames import level_of_user
 from fxmem.watching.filling_lines import FillingLine, filling_lines
 from fxmem.watching.held_graphs import nodes_of, reached_from, storages_of, tensors_with_graph
 from fxmem.watching.holders import Holder, holders_in_python
+from fxmem.watching.steps import StepEnds
 
 NUM_STEPS = 5
 """Graphs of so many earlier steps are taken for held: a window of the last few losses, or one graph that is retained, is no
@@ -89,15 +89,13 @@ class GraphWatch:
         self.num_steps = 0
         """That have ended."""
         self._marks: list[weakref.ref[_Mark]] = []
-        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers that have stepped in the present step."""
         self._most = NUM_STEPS
         """Steps whose graphs may be alive before somebody looks who holds them."""
         self._calls_without_backward = 0
         self._depth = threading.local()
         self._on = ExitStack()
         for hook in (
-            register_optimizer_step_post_hook(self._after_optimizer),
+            StepEnds(self.step).handle,
             register_module_forward_pre_hook(self._before_call),
             register_module_forward_hook(self._after_call, always_call=True),
         ):
@@ -117,7 +115,6 @@ class GraphWatch:
     def step(self) -> None:
         """Say that a step ends. Needed only of loops that neither step an optimizer nor call modules in evaluation mode."""
         self.num_steps += 1
-        self._stepped.clear()
         if len(self._steps_held()) < self._most:
             return
         gc.collect()  # graphs in cycles of references are held by nobody
@@ -148,12 +145,6 @@ class GraphWatch:
     def _before_backward(self, roots: Sequence[Any]) -> None:
         self._calls_without_backward = 0
         self._mark([root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots])
-
-    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._calls_without_backward = 0
-        if optimizer in self._stepped:  # the others of this step, as those of a GAN, are no steps of their own
-            self.step()
-        self._stepped.add(optimizer)
 
     def _mark(self, nodes: Sequence[Any]) -> None:
         for node in nodes:
@@ -189,7 +180,8 @@ def held_graphs(steps: Sequence[int], or_else: str = "") -> tuple[HeldGraphs, ..
     holders = holders_in_python([tensor for tensor, _ in kept.values()])
     by_holder: dict[Holder | None, list[int]] = {}
     for key in kept:
-        by_holder.setdefault(holders.get(key), []).append(key)
+        for holder in holders[key] or (None,):
+            by_holder.setdefault(holder, []).append(key)
     named = {key for holder, keys in by_holder.items() if holder is not None for key in keys}
     if named and reduce(or_, (kept[key][1] for key in named)) == reduce(or_, (steps for _, steps in kept.values())):
         by_holder.pop(None, None)  # no graphs of their own: what autograd saves, mostly

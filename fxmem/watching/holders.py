@@ -55,22 +55,22 @@ class _Way:
     kind: str
 
 
-def holders_in_python(tensors: Sequence[Any]) -> dict[int, Holder]:
-    """Return, by id of each tensor, who holds it."""
+def holders_in_python(tensors: Sequence[Any]) -> dict[int, list[Holder]]:
+    """Return, by id of each tensor, who holds it: a variable of its own, and one that leads to it through containers."""
     scopes = list(_scopes())
-    found: dict[int, Holder] = {}
+    own: dict[int, Holder] = {}
+    through: dict[int, Holder] = {}
     level: _Level = {id(t): (t, [_Way(id(t), "", "")]) for t in tensors}
     seen = {id(level), id(tensors), id(scopes), *level}
-    for _ in range(MOST_LEVELS):
-        for holder, ways in _named(level, scopes):
-            for way in ways:
-                found.setdefault(way.tensor, holder)
-        left = {key: pair for key, pair in level.items() if any(way.tensor not in found for way in pair[1])}
-        if not left:
+    for depth in range(MOST_LEVELS):
+        for holder, way in _named(level, scopes):
+            (through if depth else own).setdefault(way.tensor, holder)
+        left = {key: pair for key, pair in level.items() if any(way.tensor not in through for way in pair[1])}
+        if depth and all(way.tensor in own or way.tensor in through for _, ways in left.values() for way in ways):
             break
         level = _one_level_up(left, seen)
         seen |= level.keys()
-    return found
+    return {id(t): [found[id(t)] for found in (own, through) if id(t) in found] for t in tensors}
 
 
 # -- names ---------------------------------------------------------------------------------------------------------------
@@ -109,17 +109,17 @@ def _locals_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-def _named(level: _Level, scopes: list[_Scope]) -> Iterator[tuple[Holder, list[_Way]]]:
+def _named(level: _Level, scopes: list[_Scope]) -> Iterator[tuple[Holder, _Way]]:
     for scope in scopes:
         for name, key in scope.names.items():
             if key in level:
                 for way in level[key][1]:
-                    yield _holder(name, way, scope), [way]
+                    yield _holder(name, way, scope), way
     for item, ways in level.values():  # a module that runs nothing now
         if isinstance(item, ModuleType):
             for way in ways:
                 scope = _Scope({}, getattr(item, "__file__", None) or "", (0, None), f"in the module {item.__name__}")
-                yield _holder("", way, scope), [way]
+                yield _holder("", way, scope), way
 
 
 def _holder(name: str, way: _Way, scope: _Scope) -> Holder:
