@@ -42,6 +42,7 @@ class MemoryWatch:
         self.num_steps = 0
         """That have ended."""
         self._callback, self._start = callback, time.perf_counter()
+        self._models = [each for each in holders if isinstance(each, FxMemModule)]
         self._gauges: list[Gauge] = []
         for device in devices:
             if device.type == "cuda":
@@ -67,7 +68,12 @@ class MemoryWatch:
             self._on.callback(self._live.stop)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            readings = "; ".join(line_of(self.num_steps, [each], self.budgets) for each in self.readings())
+            error.add_note(f"watched when it was raised: {readings}")
+            for model in self._models:
+                model.fxmem.explain(error)
         self._on.close()
         self._look()
 
@@ -126,8 +132,8 @@ def watch(
     """Return a context manager that follows what is allocated, reserved, and was allocated at most, while its body trains.
 
     ``holders``: modules, optimizers, batches that count as present at the start, as of :func:`fxmem.track`; with none,
-    every tensor of the process. ``budget``: bytes, or text such as "8GB", for each device; by default that of an optimized model
-    among ``holders``, else on CUDA what the process may take of the device. At 90 % of it there is one warning.
+    every tensor of the process. ``budget``: bytes, or text such as "8GB", for each device; by default that of an optimized
+    model among ``holders``, else on CUDA what the process may take of the device. At 90 % of it there is one warning.
     ``callback``: called at the end of each step with a flat dict of numbers (:meth:`MemoryWatch.record`), such as
     ``wandb.log``. ``devices``: by default the CUDA devices of ``holders``, all there are where these hold nothing, else the
     CPU. ``live``: whether a line on the terminal follows; by default where stderr is one. Errors: ``BudgetError``,
