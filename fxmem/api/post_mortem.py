@@ -1,6 +1,6 @@
 """What is said after an error of memory: what was planned, what is there, who else holds memory, what to do.
 
-In: a ``torch.OutOfMemoryError`` on its way to the user. It stays the same error, of the same class; the text is a note on it.
+In: a ``torch.OutOfMemoryError`` on its way to the user. It stays the same error, of the same class; the text is a note.
 """
 
 from __future__ import annotations
