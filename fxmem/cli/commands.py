@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 import fxmem
 from fxmem.cli.output import DOES_NOT_FIT, FITS, Answer, Table, bytes_table, sized
 from fxmem.cli.session import Session
+from fxmem.cli.watch import watch
 from fxmem.devices import DEVICES, GIB
 from fxmem.errors import InfeasibleBudgetError, InputError, unit_of
 from fxmem.report.modules import table_cells
@@ -202,5 +203,6 @@ COMMANDS: dict[str, Command] = {
     "frontier": frontier,
     "report": report,
     "advise": advise,
+    "watch": watch,
     "devices": devices,
 }

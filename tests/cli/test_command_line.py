@@ -6,6 +6,8 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,21 @@ def test_what_is_assumed_is_printed_with_where_it_is_from(
         "  optimizer adamw (default)",
     ]
     assert "assumed" not in run(f"estimate {NET}:Net --quiet", capsys)[1]
+
+
+def test_help_comes_without_torch() -> None:
+    script = """
+import sys
+from fxmem.cli.main import HELP, main
+for words in (["--help"], *([name, "--help"] for name in HELP)):
+    try:
+        main(words)
+    except SystemExit:
+        pass
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "scipy", "networkx", "sympy"}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_every_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
