@@ -95,7 +95,8 @@ class Page:
     def middle_of(self, element: str) -> tuple[float, float]:
         """Scroll an element, an expression of JavaScript, into view and return the middle of it."""
         box = self.run(
-            f"(() => {{ const e = {element}; e.scrollIntoView({{ block: 'center', inline: 'center' }});"
+            f"(async () => {{ const e = {element}; e.scrollIntoView({{ block: 'center', inline: 'center' }});"
+            "for (const _ of [0, 1]) await new Promise(requestAnimationFrame);"
             "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + Math.min(b.height / 2, 12)]; })()"
         )
         return box[0], box[1]

@@ -94,9 +94,10 @@ def sentence(report: Report) -> str:
         text += "."
     else:
         text += " The plan changes nothing."
-    return text + (
-        f" The budget was {in_units(report.budget_bytes)}." if report.budget_bytes is not None else " No budget was set."
-    )
+    if report.budget_bytes is None:
+        return text + " No budget was set."
+    kept = "" if planned <= report.budget_bytes else ", which no plan that was found keeps"
+    return f"{text} The budget was {in_units(report.budget_bytes)}{kept}."
 
 
 def page_html(data: dict[str, Any]) -> str:

@@ -31,6 +31,22 @@ const percentText = (ratio) => `${(100 * ratio).toFixed(1)} %`;
 const msText = (seconds) => (1e3 * seconds).toFixed(3);
 const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
+const MOST_CHILDREN = 48, RUN = 24;
+
+/** Children in runs of a few, as often as there are too many of them to tell apart; `made(run)` is one of several. */
+function inRuns(children, made) {
+  let found = children;
+  while (found.length > MOST_CHILDREN) {
+    const runs = [];
+    for (let i = 0; i < found.length; i += RUN) runs.push(found.slice(i, i + RUN));
+    found = runs.map((run) => (run.length > 1 ? made(run) : run[0]));
+  }
+  return found;
+}
+
+/** The name of a run of things that have names: "0 … 23". */
+const runName = (names) => `${names[0].split(" … ")[0]} … ${names[names.length - 1].split(" … ").pop()}`;
+
 /** What the coloured marks of a picture mean: [class, colour, text]. */
 function showKey(section, marks) {
   section.querySelector(".key").replaceChildren(

@@ -152,7 +152,7 @@ const opSizes = ({ node, ...group }) => `${node.op.replace(/^aten\./, "")}, ${gr
 function toldOf(group) {
   const { node } = group, ops = group.end - group.begin;
   const time = `about ${msText(group.seconds)} ms forward`;
-  if (!node) return [group.path || group.label, `${ops} ops`, sizesOf(group), group.in_place ? `${group.in_place} ops in place` : "", time];
+  if (!node) return [group.title, `${ops} ops`, sizesOf(group), group.in_place ? `${group.in_place} ops in place` : "", time];
   return [node.name, node.op, `creates ${bytesText(node.nbytes)}`, `for the backward: ${sizesOf(group)}`, node.in_place ? "done in place" : "", node.module, node.line, time];
 }
 

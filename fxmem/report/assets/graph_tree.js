@@ -1,28 +1,19 @@
 "use strict";
 // The graph as a tree of modules. Each group is a run of nodes that follow one another, so data flows forward between groups.
 
-const MOST_CHILDREN = 48, RUN = 24;
-
-/** The outermost group: {id, label, path, begin, end, depth, children, kept_bytes, dropped_bytes, in_place}. */
+/** The outermost group: {id, label, title, begin, end, node, children, kept_bytes, dropped_bytes, in_place, seconds}, `node` null
+    but of single ops. */
 function graphTree(nodes) {
+  const seen = new Set();
   let ids = 0;
-  const leaf = (i) => ({ id: ids++, label: nodes[i].name, begin: i, end: i + 1, node: nodes[i], children: [], ...sums(nodes, i, i + 1) });
+  const leaf = (i) => ({ id: ids++, label: nodes[i].name, title: nodes[i].name, begin: i, end: i + 1, node: nodes[i], children: [], ...sums(nodes, i, i + 1) });
 
-  function group(label, path, begin, end, children) {
-    return { id: ids++, label, path, begin, end, node: null, children: inRuns(path, children), ...sums(nodes, begin, end) };
-  }
-
-  /** Children in runs of a few, as often as there are too many of them. */
-  function inRuns(path, children) {
-    let found = children;
-    while (found.length > MOST_CHILDREN) {
-      const runs = [];
-      for (let i = 0; i < found.length; i += RUN) runs.push(found.slice(i, i + RUN));
-      found = runs.map((run) => run.length === 1 ? run[0]
-        : { id: ids++, label: `${nameOf(run[0])} … ${nameOf(run[run.length - 1])}`, path, begin: run[0].begin, end: run[run.length - 1].end, node: null, children: run, ...sums(nodes, run[0].begin, run[run.length - 1].end) });
-    }
-    return found;
-  }
+  const group = (label, title, begin, end, children) => ({
+    id: ids++, label, title, begin, end, node: null, ...sums(nodes, begin, end), children: inRuns(children, (run) => {
+      const name = runName(run.map((child) => child.label));
+      return group(name, `${title} ${name}`, run[0].begin, run[run.length - 1].end, run);
+    }),
+  });
 
   function childrenOf(begin, end, depth) {
     const children = [];
@@ -33,17 +24,17 @@ function graphTree(nodes) {
       while (j < end && nodes[j].parts.length > depth && nodes[j].parts[depth] === parts[depth]) j++;
       const inside = childrenOf(i, j, depth + 1);
       const only = inside.length === 1 && !inside[0].node ? inside[0] : null; // a module with one module in it is one box
-      if (only) children.push({ ...only, label: `${parts[depth]}.${only.label}` });
-      else children.push(group(parts[depth], parts.slice(0, depth + 1).join("."), i, j, inside));
+      if (only) { children.push({ ...only, label: `${parts[depth]}.${only.label}` }); continue; }
+      const path = parts.slice(0, depth + 1).join(".");
+      children.push(group(seen.has(path) ? `${parts[depth]}, again` : parts[depth], path, i, j, inside));
+      seen.add(path);
     }
     return children;
   }
-  const root = group("model", "", 0, nodes.length, childrenOf(0, nodes.length, 0));
+  const root = group("model", "the model", 0, nodes.length, childrenOf(0, nodes.length, 0));
   while (root.children.length === 1 && root.children[0].children.length) root.children = root.children[0].children;
   return root;
 }
-
-const nameOf = (group) => group.label.split(" … ")[0];
 
 function sums(nodes, begin, end) {
   let kept_bytes = 0, dropped_bytes = 0, in_place = 0, seconds = 0;

@@ -6,11 +6,11 @@ function showMemory(section, data, nodeNamed) {
   const again = after_bytes.map((nbytes, i) => (recompute[i] ? nbytes : null));
   const top = Math.max(data.eager_peak_bytes, data.planned_peak_bytes);
   const budget = data.budget_bytes != null && data.budget_bytes <= 1.5 * top ? data.budget_bytes : null;
-  const anyAgain = recompute.some(Boolean);
+  const numAgain = again.filter((nbytes) => nbytes != null).length;
   showKey(section, [
     ["", "var(--eager)", `as it is: peak ${bytesText(data.eager_peak_bytes)}`],
     ["", "var(--plan)", `under the plan: peak ${bytesText(data.planned_peak_bytes)}`],
-    ...(anyAgain ? [["dot", "var(--recompute)", "computing something again"]] : []),
+    ...(numAgain ? [["dot", "var(--recompute)", "computing something again"]] : []),
     ...(data.budget_bytes != null ? [["dash", "none", `budget ${bytesText(data.budget_bytes)}`]] : []),
   ]);
 
@@ -36,7 +36,7 @@ function showMemory(section, data, nodeNamed) {
       {},
       { stroke: () => styleOf("eager"), width: 1.6, spanGaps: true, points: { show: false } },
       { stroke: () => styleOf("plan"), width: 1.8, points: { show: false } },
-      { stroke: () => styleOf("recompute"), paths: () => null, points: { show: true, size: 6, fill: () => styleOf("recompute") } },
+      { stroke: () => styleOf("recompute"), paths: () => null, points: { show: true, size: numAgain > 200 ? 3 : 6, fill: () => styleOf("recompute") } },
     ],
     hooks: {
       drawClear: [(plot) => shadePhases(plot, phases)],

@@ -65,14 +65,14 @@ function showModules(section, modules) {
   change(measure);
 }
 
-/** Modules by path, those in between included: {name, path, kind, own, children}. */
+/** Modules by path, those in between included: {name, title, kind, own, children}. */
 function moduleTree(modules) {
-  const root = { name: "model", path: "", kind: "", own: null, children: [] };
+  const root = { name: "model", title: "the whole model", kind: "", own: null, children: [] };
   const known = new Map([["", root]]);
   const at = (path) => {
     if (known.has(path)) return known.get(path);
     const cut = path.lastIndexOf(".");
-    const node = { name: path.slice(cut + 1), path, kind: "", own: null, children: [] };
+    const node = { name: path.slice(cut + 1), title: path, kind: "", own: null, children: [] };
     known.set(path, node);
     at(path.slice(0, Math.max(cut, 0))).children.push(node);
     return node;
@@ -81,6 +81,12 @@ function moduleTree(modules) {
     const node = at(row.path);
     node.own = row;
     node.kind = row.kind;
+  }
+  for (const node of known.values()) {
+    node.children = inRuns(node.children, (run) => {
+      const name = runName(run.map((child) => child.name));
+      return { name, title: `${node.title} ${name}`, kind: "", own: null, children: run };
+    });
   }
   return root;
 }
@@ -106,6 +112,5 @@ function shades(d, parts) {
 }
 
 function told(d, parts) {
-  const title = d.data.path || "the whole model";
-  return [title, d.data.kind, ...parts.map((part) => `${PARTS[part][0]}: ${bytesText(d.parts[part])}`)];
+  return [d.data.title, d.data.kind, ...parts.map((part) => `${PARTS[part][0]}: ${bytesText(d.parts[part])}`)];
 }
