@@ -60,13 +60,14 @@ class Browser:
         return message
 
     def open(self, path: Path, width: int, height: int, dark: bool = False) -> Page:
-        """Open a file in a window of that size; return when it has loaded."""
+        """Open a file in a window of that size, of a phone if it is narrow; return when it has loaded."""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.ask(f"{domain}.enable")
         page.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        page.ask("Emulation.setTouchEmulationEnabled", enabled=width < 600)
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.ask("Emulation.setEmulatedMedia", features=[feature])
         page.ask("Page.navigate", url=path.resolve().as_uri())
@@ -111,6 +112,12 @@ class Page:
         x, y = self.middle_of(element)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=int(kind != "mouseMoved"))
+
+    def tap(self, element: str) -> None:
+        """Touch an element with a finger."""
+        x, y = self.middle_of(element)
+        self.ask("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.ask("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
     def type(self, element: str, text: str) -> None:
         """Click an element and type into it."""
