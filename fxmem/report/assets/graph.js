@@ -73,7 +73,7 @@ function showGraph(section, nodes, peakNode) {
       svg("rect", { class: "back", x: left, y: top, ...BOX, rx: closed ? 6 : 2, fill: `var(--${closed ? "panel" : `${DECISIONS[decision]}-tint`})` }),
       closed ? bar(group, left, top) : null,
       svg("text", { x: left + 10, y: top + 19 }, short(`${closed ? "▸ " : ""}${group.label}`, BOX.width - 20)),
-      svg("text", { class: "soft", x: left + 10, y: top + 35 }, short(closed ? sizesOf(group) : opSizes(group), (BOX.width - 20) * 1.13)));
+      svg("text", { class: "soft", x: left + 10, y: top + 35 }, short(closed ? sizesOf(group) : opSizes(group), (BOX.width - 20) * 1.06)));
   }
 
   const scrollTo = (id) => {
@@ -147,7 +147,7 @@ function sizesOf(group) {
   return parts.map(([nbytes, what]) => `${bytesText(nbytes)} ${what}`).join(", ") || "nothing saved";
 }
 
-const opSizes = ({ node, ...group }) => `${node.op.replace(/^aten\./, "")}, ${group.kept_bytes + group.dropped_bytes ? sizesOf(group) : decisionOf(group)}`;
+const opSizes = (group) => `${group.kept_bytes + group.dropped_bytes ? sizesOf(group) : decisionOf(group)}, ${group.node.op.replace(/^aten\.|\.\w+$/g, "")}`;
 
 function toldOf(group) {
   const { node } = group, ops = group.end - group.begin;

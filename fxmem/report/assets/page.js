@@ -13,10 +13,14 @@ function showPeaks(element, data) {
   const width = (nbytes) => `${(100 * nbytes) / scale}%`;
   const row = (name, nbytes, colour) => [
     h("span", {}, name),
-    h("span", { class: "bar" }, h("i", { style: `width:${width(nbytes)};background:var(--${colour})` }), shown ? h("i", { class: "mark", style: `left:${width(data.budget_bytes)}` }) : ""),
+    h("span", { class: "bar" }, colour ? h("i", { style: `width:${width(nbytes)};background:var(--${colour})` }) : "", shown ? h("i", { class: "mark", style: `left:${width(data.budget_bytes)}` }) : ""),
     h("span", { class: "number" }, bytesText(nbytes)),
   ];
-  element.replaceChildren(...row("peak as it is", data.eager_peak_bytes, "eager"), ...row("peak under the plan", data.planned_peak_bytes, "plan"));
+  element.replaceChildren(
+    ...row("peak as it is", data.eager_peak_bytes, "eager"),
+    ...row("peak under the plan", data.planned_peak_bytes, "plan"),
+    ...(shown ? row("budget", data.budget_bytes, "") : []),
+  );
 }
 
 function showFigures(section, data) {
