@@ -1,7 +1,7 @@
 """A headless Chromium for tests of pages, by the DevTools protocol over two pipes: no package is needed for it.
 
-``with chromium() as browser: page = browser.open(path, 1280, 800)``. Commands are JSON ended by a zero byte; answers carry the
-number of their command, events carry none and are kept.
+``with chromium() as browser: page = browser.open(path, 1280, 800)``. Commands are JSON ended by a zero byte; answers carry
+the number of their command, events carry none and are kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Browser:
     def ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         """Send a command, return its result; events that come meanwhile are kept. Errors: ``RuntimeError``."""
         self._sent += 1
-        command = {"id": self._sent, "method": method, "params": parameters} | ({"sessionId": session} if session else {})
+        command = {"id": self._sent, "method": method, "params": parameters} | (
+            {"sessionId": session} if session else {}
+        )
         self.to.write(json.dumps(command).encode() + b"\0")
         self.to.flush()
         while (message := self._next()).get("id") != self._sent:
@@ -66,7 +68,9 @@ class Browser:
         page = Page(self, session)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.ask(f"{domain}.enable")
-        page.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        page.ask(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         page.ask("Emulation.setTouchEmulationEnabled", enabled=width < 600)
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.ask("Emulation.setEmulatedMedia", features=[feature])
@@ -111,7 +115,9 @@ class Page:
         """Click an element."""
         x, y = self.middle_of(element)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=int(kind != "mouseMoved"))
+            self.ask(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=int(kind != "mouseMoved")
+            )
 
     def tap(self, element: str) -> None:
         """Touch an element with a finger."""
@@ -166,7 +172,7 @@ def chromium() -> Iterator[Browser]:
             [path, *flags],
             stderr=subprocess.DEVNULL,
             pass_fds=(3, 4),  # where Chromium looks for the pipes
-            preexec_fn=lambda: (os.dup2(theirs[0], 3), os.dup2(theirs[1], 4)) and None,
+            preexec_fn=lambda: [os.dup2(fd, at) for fd, at in zip(theirs, (3, 4), strict=True)],
         )
         for fd in (chromium_reads, chromium_writes, *theirs):
             os.close(fd)

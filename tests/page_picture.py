@@ -12,7 +12,16 @@ from tests.browser import chromium
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "page.png"
-COMMAND = ["plan", str(ROOT / "docs/commands/net.py") + ":Net", "--input", "32x3x32x32", "--budget", "15MB", "-q", "--html"]
+COMMAND = [
+    "plan",
+    str(ROOT / "docs/commands/net.py") + ":Net",
+    "--input",
+    "32x3x32x32",
+    "--budget",
+    "15MB",
+    "-q",
+    "--html",
+]
 
 
 def take(path: Path) -> None:

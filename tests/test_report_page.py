@@ -97,11 +97,15 @@ def test_texts_of_a_model_are_never_html(report: fxmem.Report) -> None:
 
 def test_the_first_sentence_tells_peaks_time_and_budget(report: fxmem.Report) -> None:
     told = replace(
-        report, eager_peak_bytes=30_000_000, predicted_peak_bytes=12_000_000, overhead_ratio=0.25, budget_bytes=15_000_000
+        report,
+        eager_peak_bytes=30_000_000,
+        predicted_peak_bytes=12_000_000,
+        overhead_ratio=0.25,
+        budget_bytes=15_000_000,
     )
     assert sentence(told) == (
-        "One training step takes 30 MB of memory at its peak as the model is. Under this plan it takes 12 MB, 60% less, and "
-        "about 25.0% more time, in which dropped values are computed again. The budget was 15 MB."
+        "One training step takes 30 MB of memory at its peak as the model is. Under this plan it takes 12 MB, 60% less, "
+        "and about 25.0% more time, in which dropped values are computed again. The budget was 15 MB."
     )
     unchanged = replace(told, predicted_peak_bytes=30_000_000)
     assert sentence(unchanged).endswith(

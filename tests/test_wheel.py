@@ -1,4 +1,4 @@
-"""What a user gets from the wheel: the package with its type marker, its command line, what its pages are made of, no more."""
+"""What a user gets from the wheel: the package, its type marker, its command line, what its pages are of, no more."""
 
 import os
 import subprocess

@@ -169,7 +169,7 @@ def devices(arguments: argparse.Namespace) -> Answer:
 def _page(
     session: Session, found: fxmem.Estimate, made: fxmem.Report | None = None, advice: fxmem.Advice | None = None
 ) -> tuple[str, ...]:
-    """Write the page that ``--html`` asks for, of the report made or of the best that keeps the limit; return what to note."""
+    """Write the page that ``--html`` asks for, of what is made or else planned for the limit; return what to note."""
     path, name = session.arguments.html, "" if session.model is None else session.model.name
     if path is None:
         return ()

@@ -1,9 +1,9 @@
 """The graph as JSON for Google's Model Explorer: a graph collection, and node data to be laid over it.
 
-In: the nodes of a report. Out: two files. The first is a collection of one graph, ``fxmem``: nodes in the namespaces of their
-modules, the result of each read as an incoming edge, what is known of each as attributes, its colour what the plan does with
-it. The second has, for that graph, the bytes that autograd saves of each node, as a number on a colour scale. The fields are
-those of ``GraphCollection`` and ``GraphNodeData`` in that project's ``graph_builder.py`` and ``node_data_builder.py``.
+In: the nodes of a report. Out: two files. The first is a collection of one graph, ``fxmem``: nodes in the namespaces of
+their modules, each read an incoming edge, what is known of a node as attributes, its colour what the plan does with it. The
+second has, for that graph, the bytes that autograd saves of each node, as a number on a colour scale. Fields are those of
+``GraphCollection`` and ``GraphNodeData`` in that project's ``graph_builder.py`` and ``node_data_builder.py``.
 """
 
 from __future__ import annotations

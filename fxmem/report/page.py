@@ -1,20 +1,20 @@
 """A report as one page for a browser, which loads nothing.
 
-In: a :class:`Report`, and advice if there is any. Out: the page's data (:func:`page_data`), and the page (:func:`page_html`):
-the template of ``assets/``, the libraries of ``vendor/`` with their licences, the data as JSON.
+In: a :class:`Report`, and advice if there is any. Out: the page's data (:func:`page_data`), and the page
+(:func:`page_html`): the template of ``assets/``, the libraries of ``vendor/`` with their licences, the data as JSON.
 
 NOTE [The page's data]
 
 ``_bytes`` are whole bytes of the whole step, ``_seconds`` seconds. Tables are ``columns`` and ``rows``, each row a list.
 
 1. ``schema``: 1. ``title``, ``sentence`` (the answer in words), ``peak_at``, ``notes``: texts.
-2. ``budget_bytes`` (or None), ``eager_peak_bytes``, ``planned_peak_bytes``, ``overhead_ratio``; ``figures``: pairs of a text
-   and bytes.
-3. ``timeline``: lists of one length. ``x`` counts ticks of the step; what is recomputed lies between two. ``after_bytes`` is
-   under the plan, ``before_bytes`` as it is: None where something is recomputed, which ``recompute`` marks with 1. ``label`` is
-   a place in ``labels``. ``phases``: (name, first tick, one past the last).
-4. ``modules``, ``nodes``, ``storages``: tables, in order of execution or of the model. Of nodes, ``module`` and ``line`` are
-   places in ``texts``, ``reads`` a list of places in ``rows``.
+2. ``budget_bytes`` (or None), ``eager_peak_bytes``, ``planned_peak_bytes``, ``overhead_ratio``; ``figures``: pairs of a
+   text and bytes.
+3. ``timeline``: lists of one length. ``x`` counts ticks of the step; what is recomputed lies between two. ``after_bytes``
+   is under the plan, ``before_bytes`` as it is: None where something is recomputed, which ``recompute`` marks with 1.
+   ``label`` is a place in ``labels``. ``phases``: (name, first tick, one past the last).
+4. ``modules``, ``nodes``, ``storages``: tables, in order of execution or of the model. Of nodes, ``module`` and ``line``
+   are places in ``texts``, ``reads`` is a list of places in ``rows``.
 5. ``frontier``: a table, empty where it is not known. ``advice``: None, or ``verdict`` and a table.
 """
 
@@ -49,8 +49,15 @@ COLOURS = {
     "inplace": INPLACE_COLOUR,
 }
 MODULE_COLUMNS = (
-    "path", "kind", "parameters_bytes", "gradients_bytes", "optimizer_state_bytes", "saved_bytes", "recomputed_bytes", "seconds",
-)  # fmt: skip
+    "path",
+    "kind",
+    "parameters_bytes",
+    "gradients_bytes",
+    "optimizer_state_bytes",
+    "saved_bytes",
+    "recomputed_bytes",
+    "seconds",
+)
 ADVICE_COLUMNS = ("label", "peak_bytes", "saved_bytes", "disruption", "fits", "line", "note")
 Table = dict[str, Any]
 
@@ -122,7 +129,9 @@ def page_html(data: dict[str, Any]) -> str:
 
 def json_in_html(data: Any) -> str:
     """Return ``data`` as JSON that can stand within a ``<script>`` element, whatever its texts are."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return (
+        json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    )
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:

@@ -98,7 +98,7 @@ class Report(PlainData):
     graph: tuple[GraphNode, ...] = field(repr=False)
     """The captured graph with what the plan does, in order of execution."""
     frontier: tuple[PlanCost, ...] = field(repr=False)
-    """What every budget costs, peaks falling; empty where this size was not planned for, as where the step fits as it is."""
+    """What every budget costs, peaks falling; empty where this size was not planned for, as where all fits as it is."""
     _least_bytes: int | Callable[[], int] | None = field(repr=False, compare=False)
 
     @property

@@ -30,7 +30,8 @@ function showFigures(section, data) {
 }
 
 function start(data) {
-  const nodes = nodesOf(data.nodes), modules = records(data.modules), storages = records(data.storages), points = records(data.frontier);
+  const nodes = nodesOf(data.nodes), modules = records(data.modules), points = records(data.frontier);
+  const storages = records(data.storages).map((row) => ({ ...row, decision: { keep: "kept", drop: "recomputed" }[row.decision] }));
   const nodeNamed = new Map(nodes.map((node) => [node.name, node]));
   const { after_bytes, label, labels } = data.timeline;
   const peak = after_bytes.reduce((best, nbytes, i) => (nbytes > after_bytes[best] ? i : best), 0);
