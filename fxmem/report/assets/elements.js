@@ -19,13 +19,16 @@ const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG,
 /** Rows as objects by column name. */
 const records = (table) => table.rows.map((row) => Object.fromEntries(table.columns.map((name, i) => [name, row[i]])));
 
-const UNITS = [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
+const UNITS = [["GB", 1e9, 1e8], ["MB", 1e6, 1e5], ["kB", 1e3, 1e3], ["B", 1, 0]]; // name, bytes, least to be written in it
 
-/** Four digits and a unit, as everywhere in fxmem: "8 GB", "0.2126 MB". */
-function bytesText(nbytes) {
-  const [scale, unit] = UNITS.find(([scale]) => Math.abs(nbytes) >= scale) || UNITS[3];
+/** Four digits and a unit, as everywhere in fxmem: "8 GB", "0.2126 MB"; the unit is that which fits `like`. */
+function bytesText(nbytes, like = nbytes) {
+  const [unit, scale] = UNITS.find(([, , least]) => Math.abs(like) >= least);
   return `${Number((nbytes / scale).toPrecision(4))} ${unit}`;
 }
+
+/** The texts of an axis, in one unit. */
+const bytesTexts = (_, splits) => splits.map((nbytes) => bytesText(nbytes, splits[splits.length - 1]));
 
 const percentText = (ratio) => `${(100 * ratio).toFixed(1)} %`;
 const msText = (seconds) => (1e3 * seconds).toFixed(3);

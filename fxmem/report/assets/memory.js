@@ -7,8 +7,11 @@ function showMemory(section, data, nodeNamed) {
   const top = Math.max(data.eager_peak_bytes, data.planned_peak_bytes);
   const budget = data.budget_bytes != null && data.budget_bytes <= 1.5 * top ? data.budget_bytes : null;
   const numAgain = again.filter((nbytes) => nbytes != null).length;
+  const kept = Math.max(...before_bytes);
+  const asItIs = kept === data.eager_peak_bytes; // ops in place and what the model's code holds make a difference
+  const before = asItIs ? "as it is" : "recomputing nothing";
   showKey(section, [
-    ["", "var(--eager)", `as it is: peak ${bytesText(data.eager_peak_bytes)}`],
+    ["", "var(--eager)", `${before}: peak ${bytesText(kept)}${asItIs ? "" : ` (the model as it is: ${bytesText(data.eager_peak_bytes)})`}`],
     ["", "var(--plan)", `under the plan: peak ${bytesText(data.planned_peak_bytes)}`],
     ...(numAgain ? [["dot", "var(--recompute)", "computing something again"]] : []),
     ...(data.budget_bytes != null ? [["dash", "none", `budget ${bytesText(data.budget_bytes)}`]] : []),
@@ -24,7 +27,7 @@ function showMemory(section, data, nodeNamed) {
     const node = nodeNamed.get(labels[label[i]]);
     const place = node ? [node.module, node.line].filter(Boolean).join(", ") : "";
     const what = recompute[i] ? "computing again" : phase;
-    const was = before_bytes[i] == null ? "" : `as it is ${bytesText(before_bytes[i])}, `;
+    const was = before_bytes[i] == null ? "" : `${before} ${bytesText(before_bytes[i])}, `;
     const op = labels[label[i]] && labels[label[i]] !== phase ? ` ${labels[label[i]]}` : "";
     readout.textContent = `${what}${op}${place ? ` (${place})` : ""}: ${was}under the plan ${bytesText(after_bytes[i])}`;
   };
@@ -62,7 +65,7 @@ function plotIn(section, options, columns) {
 
 const axisColours = () => ({ stroke: () => styleOf("soft"), grid: { stroke: () => styleOf("line"), width: 1 }, ticks: { stroke: () => styleOf("line"), width: 1 } });
 
-const bytesAxis = () => ({ ...axisColours(), size: 72, values: (_, splits) => splits.map(bytesText) });
+const bytesAxis = () => ({ ...axisColours(), size: 72, values: bytesTexts });
 
 function shadePhases(plot, phases) {
   const { ctx, bbox } = plot;
