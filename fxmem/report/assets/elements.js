@@ -30,6 +30,9 @@ function bytesText(nbytes, like = nbytes) {
 /** The texts of an axis, in one unit. */
 const bytesTexts = (_, splits) => splits.map((nbytes) => bytesText(nbytes, splits[splits.length - 1]));
 
+/** The largest of numbers that may be missing; at least 0. */
+const largestOf = (values) => values.reduce((most, value) => Math.max(most, value || 0), 0);
+
 const percentText = (ratio) => `${(100 * ratio).toFixed(1)} %`;
 const msText = (seconds) => (1e3 * seconds).toFixed(3);
 const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

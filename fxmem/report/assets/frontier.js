@@ -17,7 +17,7 @@ function showFrontier(section, data, points) {
   tell(null);
   return plotIn(section, {
     height: 260,
-    scales: { x: { time: false, range: [x[0] - 0.04 * (x[x.length - 1] - x[0] || x[0]), x[x.length - 1] + 0.04 * (x[x.length - 1] - x[0] || x[0])] }, y: { range: [0, 1.15 * (Math.max(...y) || 1)] } },
+    scales: { x: { time: false, range: [x[0] - 0.04 * (x[x.length - 1] - x[0] || x[0]), x[x.length - 1] + 0.04 * (x[x.length - 1] - x[0] || x[0])] }, y: { range: [0, 1.15 * (largestOf(y) || 1)] } },
     series: [{}, { stroke: () => styleOf("plan"), width: 1.8, paths: uPlot.paths.stepped({ align: 1 }), points: { show: points.length < 40, size: 6 } }],
     axes: [{ ...axisColours(), values: bytesTexts, space: 90, label: "peak of the training step", labelSize: 24 }, { ...axisColours(), size: 60, values: (_, splits) => splits.map((v) => `${Number(v.toPrecision(3))} %`) }],
     hooks: {

@@ -7,7 +7,7 @@ function showMemory(section, data, nodeNamed) {
   const top = Math.max(data.eager_peak_bytes, data.planned_peak_bytes);
   const budget = data.budget_bytes != null && data.budget_bytes <= 1.5 * top ? data.budget_bytes : null;
   const numAgain = again.filter((nbytes) => nbytes != null).length;
-  const kept = Math.max(...before_bytes);
+  const kept = largestOf(before_bytes);
   const asItIs = kept === data.eager_peak_bytes; // ops in place and what the model's code holds make a difference
   const before = asItIs ? "as it is" : "recomputing nothing";
   showKey(section, [

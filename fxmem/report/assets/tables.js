@@ -42,7 +42,7 @@ function showTables(section, modules, storages) {
 function sortable(holder, columns, rows, told, summing) {
   let by = null, down = true, words = [], most = FIRST_ROWS;
   const texts = rows.map((row) => columns.filter((c) => !c.kind).map((c) => row[c.name]).join(" ").toLowerCase());
-  const largest = Object.fromEntries(columns.filter((c) => c.kind === "bytes").map((c) => [c.name, Math.max(...rows.map((row) => row[c.name] || 0), 1)]));
+  const largest = Object.fromEntries(columns.filter((c) => c.kind === "bytes").map((c) => [c.name, largestOf(rows.map((row) => row[c.name])) || 1]));
 
   function sort(column) {
     down = by === column ? !down : Boolean(column.kind);
