@@ -19,7 +19,12 @@ const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG,
 /** Rows as objects by column name. */
 const records = (table) => table.rows.map((row) => Object.fromEntries(table.columns.map((name, i) => [name, row[i]])));
 
-const UNITS = [["GB", 1e9, 1e8], ["MB", 1e6, 1e5], ["kB", 1e3, 1e3], ["B", 1, 0]]; // name, bytes, least to be written in it
+const UNITS = [
+  ["GB", 1e9, 1e8],
+  ["MB", 1e6, 1e5],
+  ["kB", 1e3, 1e3],
+  ["B", 1, 0],
+]; // name, bytes, least to be written in it
 
 /** Four digits and a unit, as everywhere in fxmem: "8 GB", "0.2126 MB"; the unit is that which fits `like`. */
 function bytesText(nbytes, like = nbytes) {
@@ -37,7 +42,8 @@ const percentText = (ratio) => `${(100 * ratio).toFixed(1)} %`;
 const msText = (seconds) => (1e3 * seconds).toFixed(3);
 const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-const MOST_CHILDREN = 48, RUN = 24;
+const MOST_CHILDREN = 48,
+  RUN = 24;
 
 /** Children in runs of a few, as often as there are too many of them to tell apart; `made(run)` is one of several. */
 function inRuns(children, made) {
@@ -55,9 +61,13 @@ const runName = (names) => `${names[0].split(" … ")[0]} … ${names[names.leng
 
 /** What the coloured marks of a picture mean: [class, colour, text]. */
 function showKey(section, marks) {
-  section.querySelector(".key").replaceChildren(
-    ...marks.map(([kind, colour, text]) => h("span", {}, h("i", { class: kind, style: `background:${colour}` }), text)),
-  );
+  section
+    .querySelector(".key")
+    .replaceChildren(
+      ...marks.map(([kind, colour, text]) =>
+        h("span", {}, h("i", { class: kind, style: `background:${colour}` }), text),
+      ),
+    );
 }
 
 const tip = {
@@ -80,7 +90,10 @@ const tip = {
 /** Attributes by which an element shows a tip while the pointer is over it, or once it was tapped, until the next tap.
     `told()` returns [title, ...lines]. */
 function tipped(told) {
-  const show = (event) => { const [title, ...lines] = told(); tip.show(event, title, lines); };
+  const show = (event) => {
+    const [title, ...lines] = told();
+    tip.show(event, title, lines);
+  };
   const touched = (event) => event.pointerType === "touch";
   return {
     onpointerenter: show,

@@ -6,10 +6,26 @@
 function graphTree(nodes) {
   const seen = new Set();
   let ids = 0;
-  const leaf = (i) => ({ id: ids++, label: nodes[i].name, title: nodes[i].name, begin: i, end: i + 1, node: nodes[i], children: [], ...sums(nodes, i, i + 1) });
+  const leaf = (i) => ({
+    id: ids++,
+    label: nodes[i].name,
+    title: nodes[i].name,
+    begin: i,
+    end: i + 1,
+    node: nodes[i],
+    children: [],
+    ...sums(nodes, i, i + 1),
+  });
 
   const group = (label, title, begin, end, children) => ({
-    id: ids++, label, title, begin, end, node: null, ...sums(nodes, begin, end), children: inRuns(children, (run) => {
+    id: ids++,
+    label,
+    title,
+    begin,
+    end,
+    node: null,
+    ...sums(nodes, begin, end),
+    children: inRuns(children, (run) => {
       const name = runName(run.map((child) => child.label));
       return group(name, `${title} ${name}`, run[0].begin, run[run.length - 1].end, run);
     }),
@@ -20,11 +36,17 @@ function graphTree(nodes) {
     for (let i = begin, j; i < end; i = j) {
       const parts = nodes[i].parts;
       j = i + 1;
-      if (parts.length <= depth) { children.push(leaf(i)); continue; }
+      if (parts.length <= depth) {
+        children.push(leaf(i));
+        continue;
+      }
       while (j < end && nodes[j].parts.length > depth && nodes[j].parts[depth] === parts[depth]) j++;
       const inside = childrenOf(i, j, depth + 1);
       const only = inside.length === 1 && !inside[0].node ? inside[0] : null; // a module with one module in it is one box
-      if (only) { children.push({ ...only, label: `${parts[depth]}.${only.label}` }); continue; }
+      if (only) {
+        children.push({ ...only, label: `${parts[depth]}.${only.label}` });
+        continue;
+      }
       const path = parts.slice(0, depth + 1).join(".");
       children.push(group(seen.has(path) ? `${parts[depth]}, again` : parts[depth], path, i, j, inside));
       seen.add(path);
@@ -37,7 +59,10 @@ function graphTree(nodes) {
 }
 
 function sums(nodes, begin, end) {
-  let kept_bytes = 0, dropped_bytes = 0, in_place = 0, seconds = 0;
+  let kept_bytes = 0,
+    dropped_bytes = 0,
+    in_place = 0,
+    seconds = 0;
   for (let i = begin; i < end; i++) {
     kept_bytes += nodes[i].kept_bytes;
     dropped_bytes += nodes[i].dropped_bytes;

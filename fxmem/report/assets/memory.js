@@ -11,7 +11,11 @@ function showMemory(section, data, nodeNamed) {
   const asItIs = kept === data.eager_peak_bytes; // ops in place and what the model's code holds make a difference
   const before = asItIs ? "as it is" : "recomputing nothing";
   showKey(section, [
-    ["", "var(--eager)", `${before}: peak ${bytesText(kept)}${asItIs ? "" : ` (the model as it is: ${bytesText(data.eager_peak_bytes)})`}`],
+    [
+      "",
+      "var(--eager)",
+      `${before}: peak ${bytesText(kept)}${asItIs ? "" : ` (the model as it is: ${bytesText(data.eager_peak_bytes)})`}`,
+    ],
     ["", "var(--plan)", `under the plan: peak ${bytesText(data.planned_peak_bytes)}`],
     ...(numAgain ? [["dot", "var(--recompute)", "computing something again"]] : []),
     ...(data.budget_bytes != null ? [["dash", "none", `budget ${bytesText(data.budget_bytes)}`]] : []),
@@ -39,7 +43,11 @@ function showMemory(section, data, nodeNamed) {
       {},
       { stroke: () => styleOf("eager"), width: 1.6, spanGaps: true, points: { show: false } },
       { stroke: () => styleOf("plan"), width: 1.8, points: { show: false } },
-      { stroke: () => styleOf("recompute"), paths: () => null, points: { show: true, size: numAgain > 200 ? 3 : 6, fill: () => styleOf("recompute") } },
+      {
+        stroke: () => styleOf("recompute"),
+        paths: () => null,
+        points: { show: true, size: numAgain > 200 ? 3 : 6, fill: () => styleOf("recompute") },
+      },
     ],
     hooks: {
       drawClear: [(plot) => shadePhases(plot, phases)],
@@ -55,15 +63,24 @@ function showMemory(section, data, nodeNamed) {
 /** An uPlot in the section's `.plot`, as wide as it is, drawn again when width or colours change. */
 function plotIn(section, options, columns) {
   const element = section.querySelector(".plot");
-  const plot = new uPlot({ legend: { show: false }, cursor: { y: false }, width: element.clientWidth, ...options }, columns, element);
+  const plot = new uPlot(
+    { legend: { show: false }, cursor: { y: false }, width: element.clientWidth, ...options },
+    columns,
+    element,
+  );
   new ResizeObserver(() => {
-    if (element.clientWidth && element.clientWidth !== plot.width) plot.setSize({ width: element.clientWidth, height: plot.height });
+    if (element.clientWidth && element.clientWidth !== plot.width)
+      plot.setSize({ width: element.clientWidth, height: plot.height });
   }).observe(element);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw());
   return plot;
 }
 
-const axisColours = () => ({ stroke: () => styleOf("soft"), grid: { stroke: () => styleOf("line"), width: 1 }, ticks: { stroke: () => styleOf("line"), width: 1 } });
+const axisColours = () => ({
+  stroke: () => styleOf("soft"),
+  grid: { stroke: () => styleOf("line"), width: 1 },
+  ticks: { stroke: () => styleOf("line"), width: 1 },
+});
 
 const bytesAxis = () => ({ ...axisColours(), size: 72, values: bytesTexts });
 
@@ -83,7 +100,8 @@ function shadePhases(plot, phases) {
     ctx.fillRect(left, bbox.top, right - left, bbox.height);
     ctx.fillStyle = styleOf("soft");
     const from = Math.max(left, bbox.left);
-    if (Math.min(right, bbox.left + bbox.width) - from > ctx.measureText(name).width + 10 * ratio) ctx.fillText(name, from + 5 * ratio, bbox.top + 4 * ratio);
+    if (Math.min(right, bbox.left + bbox.width) - from > ctx.measureText(name).width + 10 * ratio)
+      ctx.fillText(name, from + 5 * ratio, bbox.top + 4 * ratio);
   }
   ctx.restore();
 }
@@ -97,8 +115,13 @@ function dashedLine(plot, axis, value) {
   ctx.lineWidth = 1.5 * devicePixelRatio;
   ctx.setLineDash([6 * devicePixelRatio, 4 * devicePixelRatio]);
   ctx.beginPath();
-  if (axis === "y") { ctx.moveTo(bbox.left, at); ctx.lineTo(bbox.left + bbox.width, at); }
-  else { ctx.moveTo(at, bbox.top); ctx.lineTo(at, bbox.top + bbox.height); }
+  if (axis === "y") {
+    ctx.moveTo(bbox.left, at);
+    ctx.lineTo(bbox.left + bbox.width, at);
+  } else {
+    ctx.moveTo(at, bbox.top);
+    ctx.lineTo(at, bbox.top + bbox.height);
+  }
   ctx.stroke();
   ctx.restore();
 }

@@ -20,27 +20,45 @@ function showModules(section, modules) {
   let measure = Object.keys(MEASURES)[0];
   let root, focus;
   const crumbs = h("span", { class: "crumbs" });
-  const select = h("select", { "aria-label": "what is measured", onchange: (event) => change(event.target.value) },
-    Object.keys(MEASURES).map((name) => h("option", {}, name)));
+  const select = h(
+    "select",
+    { "aria-label": "what is measured", onchange: (event) => change(event.target.value) },
+    Object.keys(MEASURES).map((name) => h("option", {}, name)),
+  );
   section.querySelector(".controls").replaceChildren(select, crumbs);
 
   function change(name) {
     measure = name;
     root = d3.partition()(summed(tree, MEASURES[measure]));
     focus = root;
-    showKey(section, MEASURES[measure].map((part) => ["", `var(--${PARTS[part][1]})`, PARTS[part][0]]));
+    showKey(
+      section,
+      MEASURES[measure].map((part) => ["", `var(--${PARTS[part][1]})`, PARTS[part][0]]),
+    );
     draw();
   }
 
   function draw() {
     const columns = Math.min(focus.height + 1, icicle.clientWidth > 700 ? 5 : 3);
-    const width = icicle.clientWidth / columns, height = icicle.clientHeight;
+    const width = icicle.clientWidth / columns,
+      height = icicle.clientHeight;
     const scale = height / (focus.x1 - focus.x0 || 1);
-    const cells = focus.descendants().filter((d) => d.depth - focus.depth < columns && (d.x1 - d.x0) * scale >= 2 && d.value > 0);
-    icicle.replaceChildren(...cells.map((d) => cell(d, (d.depth - focus.depth) * width, (d.x0 - focus.x0) * scale, width, (d.x1 - d.x0) * scale)));
+    const cells = focus
+      .descendants()
+      .filter((d) => d.depth - focus.depth < columns && (d.x1 - d.x0) * scale >= 2 && d.value > 0);
+    icicle.replaceChildren(
+      ...cells.map((d) =>
+        cell(d, (d.depth - focus.depth) * width, (d.x0 - focus.x0) * scale, width, (d.x1 - d.x0) * scale),
+      ),
+    );
     if (!cells.length) icicle.append(h("p", { class: "hint" }, "Nothing of this kind."));
     const path = focus.ancestors().reverse();
-    crumbs.replaceChildren(...path.flatMap((d, i) => [i ? " › " : "", d === focus ? d.data.name : h("button", { onclick: () => zoom(d) }, d.data.name)]));
+    crumbs.replaceChildren(
+      ...path.flatMap((d, i) => [
+        i ? " › " : "",
+        d === focus ? d.data.name : h("button", { onclick: () => zoom(d) }, d.data.name),
+      ]),
+    );
   }
 
   function zoom(d) {
@@ -58,7 +76,9 @@ function showModules(section, modules) {
     };
     if (height < 16) return h("div", { ...attributes, "aria-label": d.data.name });
     const size = bytesText(d.value);
-    return height > 34 ? h("div", attributes, d.data.name, h("small", {}, size)) : h("div", attributes, `${d.data.name}  ${size}`);
+    return height > 34
+      ? h("div", attributes, d.data.name, h("small", {}, size))
+      : h("div", attributes, `${d.data.name}  ${size}`);
   }
 
   new ResizeObserver(draw).observe(icicle);
@@ -93,9 +113,16 @@ function moduleTree(modules) {
 
 /** The hierarchy with `value`, the sum of the parts, and `parts`, each by name. */
 function summed(tree, parts) {
-  const root = d3.hierarchy(tree).sum((node) => (node.own ? parts.reduce((sum, part) => sum + (node.own[part] || 0), 0) : 0));
+  const root = d3
+    .hierarchy(tree)
+    .sum((node) => (node.own ? parts.reduce((sum, part) => sum + (node.own[part] || 0), 0) : 0));
   return root.eachAfter((d) => {
-    d.parts = Object.fromEntries(parts.map((part) => [part, ((d.data.own && d.data.own[part]) || 0) + (d.children || []).reduce((sum, child) => sum + child.parts[part], 0)]));
+    d.parts = Object.fromEntries(
+      parts.map((part) => [
+        part,
+        ((d.data.own && d.data.own[part]) || 0) + (d.children || []).reduce((sum, child) => sum + child.parts[part], 0),
+      ]),
+    );
   });
 }
 

@@ -3,7 +3,12 @@
 
 function nodesOf(table) {
   const { texts } = table;
-  return records(table).map((node) => ({ ...node, module: texts[node.module], line: texts[node.line], parts: texts[node.module] ? texts[node.module].split(".") : [] }));
+  return records(table).map((node) => ({
+    ...node,
+    module: texts[node.module],
+    line: texts[node.line],
+    parts: texts[node.module] ? texts[node.module].split(".") : [],
+  }));
 }
 
 /** Peaks as bars on one scale, the budget a mark on each. */
@@ -13,7 +18,12 @@ function showPeaks(element, data) {
   const width = (nbytes) => `${(100 * nbytes) / scale}%`;
   const row = (name, nbytes, colour) => [
     h("span", {}, name),
-    h("span", { class: "bar" }, colour ? h("i", { style: `width:${width(nbytes)};background:var(--${colour})` }) : "", shown ? h("i", { class: "mark", style: `left:${width(data.budget_bytes)}` }) : ""),
+    h(
+      "span",
+      { class: "bar" },
+      colour ? h("i", { style: `width:${width(nbytes)};background:var(--${colour})` }) : "",
+      shown ? h("i", { class: "mark", style: `left:${width(data.budget_bytes)}` }) : "",
+    ),
     h("span", { class: "number" }, bytesText(nbytes)),
   ];
   element.replaceChildren(
@@ -24,14 +34,44 @@ function showPeaks(element, data) {
 }
 
 function showFigures(section, data) {
-  const rows = data.figures.map(([name, nbytes]) => h("tr", {}, h("td", { class: "name" }, name), h("td", { class: "number" }, nbytes == null ? "none" : bytesText(nbytes)), h("td", { class: "number" }, nbytes == null ? "" : nbytes.toLocaleString("en"))));
-  section.querySelector(".table").append(h("table", {}, h("thead", {}, h("tr", {}, ["of one training step", "", "bytes"].map((text, i) => h("th", { class: i ? "number" : "" }, text)))), h("tbody", {}, rows)));
-  section.querySelector(".notes").append(...[`the peak under the plan is at ${data.peak_at}`, ...data.notes].map((note) => h("li", {}, note)));
+  const rows = data.figures.map(([name, nbytes]) =>
+    h(
+      "tr",
+      {},
+      h("td", { class: "name" }, name),
+      h("td", { class: "number" }, nbytes == null ? "none" : bytesText(nbytes)),
+      h("td", { class: "number" }, nbytes == null ? "" : nbytes.toLocaleString("en")),
+    ),
+  );
+  section.querySelector(".table").append(
+    h(
+      "table",
+      {},
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          ["of one training step", "", "bytes"].map((text, i) => h("th", { class: i ? "number" : "" }, text)),
+        ),
+      ),
+      h("tbody", {}, rows),
+    ),
+  );
+  section
+    .querySelector(".notes")
+    .append(...[`the peak under the plan is at ${data.peak_at}`, ...data.notes].map((note) => h("li", {}, note)));
 }
 
 function start(data) {
-  const nodes = nodesOf(data.nodes), modules = records(data.modules), points = records(data.frontier);
-  const storages = records(data.storages).map((row) => ({ ...row, decision: { keep: "kept", drop: "recomputed" }[row.decision] }));
+  const nodes = nodesOf(data.nodes),
+    modules = records(data.modules),
+    points = records(data.frontier);
+  const storages = records(data.storages).map((row) => ({
+    ...row,
+    decision: { keep: "kept", drop: "recomputed" }[row.decision],
+  }));
   const nodeNamed = new Map(nodes.map((node) => [node.name, node]));
   const { after_bytes, label, labels } = data.timeline;
   const peak = after_bytes.reduce((best, nbytes, i) => (nbytes > after_bytes[best] ? i : best), 0);
