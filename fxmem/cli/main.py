@@ -75,6 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--max-batch", action="store_true", help="find the largest batch that fits, too")
         if name == "report":
             command.add_argument("--depth", metavar="N", type=int, help="parts of a module path to tell apart")
+        if name in ("plan", "report", "advise"):
+            command.add_argument("--html", metavar="FILE", help="write a page for a browser, too; it loads nothing")
         if name == "frontier":
             command.add_argument("--points", metavar="N", type=int, default=16, help="as many are shown, 0: all (16)")
     return parser
