@@ -1,0 +1,69 @@
+"""Which plan of a frontier a compiled step takes: the cheapest whose lowered step keeps the budget.
+
+In: a frontier, a function that lowers a plan and runs it on fakes. Out: a plan with its :class:`StepRun`.
+
+NOTE [Monotone budgets]
+
+1. Candidates are a fixed, small part of the frontier, whatever the budget: the first keeps all.
+2. Keeping all is tried first. Then the candidates are bisected for the cheapest that fits.
+3. Of two budgets, what fits the lower fits the higher; up to the first candidate that tells them apart they are bisected
+   alike, and from there on the higher one goes to cheaper candidates, the lower to dearer ones. So more bytes never cost
+   more time, though peaks of lowered plans need not fall as the planner's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fxmem.compiled.fakerun import StepRun
+from fxmem.ir import FrontierPoint
+from fxmem.planners.pareto import cheapest_within
+
+NUM_CANDIDATES = 16
+"""So that a budget takes one lowering if all fits, else at most five."""
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Candidates of one graph, and what was seen of them."""
+
+    points: tuple[FrontierPoint, ...]
+    """Peaks falling, seconds rising."""
+    runs: dict[int, StepRun] = field(default_factory=dict)
+    """By place in ``points``."""
+
+    @staticmethod
+    def of(frontier: Sequence[FrontierPoint]) -> Candidates:
+        """Return points with peaks at even distances."""
+        most, least = frontier[0].peak_bytes, frontier[-1].peak_bytes
+        found: dict[FrontierPoint, None] = {frontier[0]: None}
+        for i in range(1, NUM_CANDIDATES):
+            point = cheapest_within(frontier, most - (most - least) * i // (NUM_CANDIDATES - 1))
+            assert point is not None
+            found[point] = None
+        return Candidates(tuple(found))
+
+    def cheapest_within(self, budget_bytes: float, run: Callable[[FrontierPoint], StepRun]) -> int | None:
+        """Return the place of the candidate to take (NOTE [Monotone budgets]); None if none of those tried fits."""
+
+        def fits(place: int) -> bool:
+            if place not in self.runs:
+                self.runs[place] = run(self.points[place])
+            return self.runs[place].peak_bytes <= budget_bytes
+
+        if fits(0):
+            return 0
+        best, low, high = None, 1, len(self.points)
+        while low < high:
+            middle = (low + high) // 2
+            if fits(middle):
+                best = high = middle
+            else:
+                low = middle + 1
+        return best
+
+    @property
+    def least_bytes(self) -> int:
+        """The least peak of those that were lowered."""
+        return min(run.peak_bytes for run in self.runs.values())

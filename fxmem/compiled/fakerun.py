@@ -1,0 +1,125 @@
+"""A compiled step on fakes: the wrappers that Inductor generates, run without kernels, and all memory they ask for counted.
+
+In: forward and backward as partitioned, what is around them. Out: a :class:`StepRun`: the peak in bytes, and what it costs.
+A wrapper allocates, reuses and frees as the compiled step will, so the peak is that step's, to the byte, where the ops that
+are no generated kernels take no scratch of their own below the dispatcher; for those that do see
+:mod:`fxmem.compiled.scratch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxmem.compiled.emit import Partitioned
+from fxmem.compiled.joint import is_tangent
+from fxmem.compiled.lower import function_of, lowered
+from fxmem.compiled.surroundings import Surroundings
+from fxmem.profiling.device_memory import DeviceMemory
+from fxmem.profiling.roofline import Hardware, flops_of
+from fxmem.profiling.storage_tracker import StorageTracker
+from fxmem.torch_private import FakeTensorMode, OpOverload, tree_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """A compiled step that ran on fakes; bytes are sums over storages, all of the step included."""
+
+    peak_bytes: int
+    forward_peak_bytes: int
+    saved_bytes: int
+    """Alive between forward and backward, outputs included."""
+    backward_peak_bytes: int
+    end_bytes: int
+    """Alive after the backward: gradients, outputs, and all that is there for the whole step."""
+    seconds: float
+    """Estimated from bytes that kernels move and FLOPs of other ops."""
+
+
+def run_step(parts: Partitioned, num_outputs: int, around: Surroundings, hardware: Hardware) -> StepRun:
+    """Lower both parts and run them. Strides of saved tensors are those that the forward's code gives them."""
+    return _Run(parts, num_outputs, around, hardware).step()
+
+
+class _Run:
+    def __init__(
+        self, parts: Partitioned, num_outputs: int, around: Surroundings, hardware: Hardware
+    ) -> None:
+        self._forward, self._backward = parts
+        self._num_outputs, self._around, self._hardware = num_outputs, around, hardware
+        self._seconds = 0.0
+        inputs = _placeholders(self._forward)
+        devices = [n.meta["val"].device for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
+        self._tracker = StorageTracker(on_op=self._note_op, memory=DeviceMemory.of(devices))
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def step(self) -> StepRun:
+        tracker, around = self._tracker, self._around
+        forward = function_of(lowered(self._forward, num_outputs=self._num_outputs), self._note_kernel)
+        with torch.no_grad(), self._mode:
+            inputs = [self._blank(n.meta["val"]) for n in _placeholders(self._forward)]
+            with tracker:
+                results = list(forward(list(inputs)))
+        forward_peak, saved = tracker.peak_bytes, tracker.live_bytes
+        outputs, kept = results[: self._num_outputs], results[self._num_outputs :]
+        del results
+        tangents = _restride(self._backward, kept)
+        backward = function_of(lowered(self._backward), self._note_kernel)
+        tracker.peak_bytes = 0
+        with torch.no_grad(), self._mode:
+            args = [*kept, *(self._blank(n.meta["val"]) for n in tangents)]
+            held = [t for t in args[len(kept) :] if isinstance(t, torch.Tensor)]
+            del kept
+            tracker.hold(held)
+            with tracker:
+                gradients = backward(args)
+        backward_peak, end = tracker.peak_bytes, tracker.live_bytes
+        del outputs, gradients, held, inputs
+        fixed = around.fixed_bytes
+        peak = fixed + max(
+            forward_peak,
+            saved + around.loss_peak_bytes,
+            backward_peak + around.held_in_backward_bytes,
+            end + around.optimizer_bytes,
+        )
+        return StepRun(
+            peak, fixed + forward_peak, fixed + saved, fixed + backward_peak, fixed + end, self._seconds
+        )
+
+    def _blank(self, like: Any) -> Any:
+        if not isinstance(like, torch.Tensor):
+            return like
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+    def _note_kernel(self, args: Sequence[Any]) -> None:
+        moved = sum(a.numel() * a.element_size() for a in args if isinstance(a, torch.Tensor))
+        self._seconds += self._hardware.seconds(0, moved)
+
+    def _note_op(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if not isinstance(func, OpOverload) or func.is_view or "empty" in func.overloadpacket.__name__:
+            return
+        tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, torch.Tensor)]
+        moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+        self._seconds += self._hardware.seconds(flops_of(func, args, kwargs, output), moved)
+
+
+def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+
+
+def _restride(backward: fx.GraphModule, saved: Sequence[Any]) -> list[fx.Node]:
+    """Give the backward's inputs the strides of the tensors that the forward saves; return its tangents."""
+    inputs = _placeholders(backward)
+    tangents = [n for n in inputs if is_tangent(n)]
+    given = [n for n in inputs if not is_tangent(n)]
+    assert len(given) == len(saved) and inputs[len(given) :] == tangents
+    for node, tensor in zip(given, saved, strict=True):
+        like = node.meta.get("val")
+        if isinstance(like, torch.Tensor) and like.stride() != tensor.stride():
+            node.meta["val"] = like.as_strided(like.shape, tensor.stride())
+    return tangents

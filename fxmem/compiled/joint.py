@@ -1,0 +1,139 @@
+"""The joint graph of a compiled step: what is forward, what is backward, what may be either, what must not run again.
+
+In: the GraphModule that AOTAutograd hands to a partitioner, Inductor's joint passes done: forward and backward in one graph,
+inputs ``primals_*`` and ``tangents_*``, outputs first those of the forward, then gradients. Out: a :class:`JointGraph`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxmem.torch_private import OpOverload, tree_leaves
+
+COPIES = frozenset({torch.ops.aten.copy_.default})
+"""What writes to the step's inputs, such as the running statistics of a BatchNorm."""
+_SAME_MEMORY = frozenset({torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default})
+"""Views where sizes allow, which in a compiled graph they do."""
+
+
+@dataclass(frozen=True, slots=True)
+class JointGraph:
+    """A joint graph's nodes by part, each in the graph's order; together they are all but inputs and the output."""
+
+    graph_module: fx.GraphModule
+    num_outputs: int
+    """Of the forward: the first of the graph's outputs."""
+    forward: tuple[fx.Node, ...]
+    """What the forward's outputs or effects need."""
+    either: tuple[fx.Node, ...]
+    """What only the backward needs, and can be computed before it."""
+    backward: tuple[fx.Node, ...]
+    """What depends on a tangent."""
+
+    @staticmethod
+    def of(graph_module: fx.GraphModule, num_outputs: int) -> JointGraph:
+        nodes = [n for n in graph_module.graph.nodes if n.op in ("call_function", "get_attr")]
+        after = {n for n in graph_module.graph.nodes if is_tangent(n)}
+        for node in nodes:
+            if any(source in after for source in node.all_input_nodes):
+                after.add(node)
+        outputs = [n for n in outputs_of(graph_module)[:num_outputs] if isinstance(n, fx.Node)]
+        effects = [n for n in nodes if n.target in COPIES and n not in after]
+        needed = _with_sources([*outputs, *effects])
+        return JointGraph(
+            graph_module,
+            num_outputs,
+            tuple(n for n in nodes if n in needed),
+            tuple(n for n in nodes if n not in needed and n not in after),
+            tuple(n for n in nodes if n in after),
+        )
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return tuple(n for n in self.graph_module.graph.nodes if n.op == "placeholder")
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """Those of the forward: nodes or constants."""
+        return outputs_of(self.graph_module)[: self.num_outputs]
+
+    @property
+    def gradients(self) -> tuple[Any, ...]:
+        """The backward's outputs: nodes, or None."""
+        return outputs_of(self.graph_module)[self.num_outputs :]
+
+    def before_backward(self) -> Iterator[fx.Node]:
+        """Yield what may run before the backward, in the graph's order."""
+        computed = {*self.forward, *self.either}
+        return (n for n in self.graph_module.graph.nodes if n in computed)
+
+
+def outputs_of(graph_module: fx.GraphModule) -> tuple[Any, ...]:
+    return tuple(graph_module.graph.output_node().args[0])
+
+
+def is_tangent(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def _with_sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+# -- single nodes --------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """Return the fake tensors that a node is, or is a tuple of."""
+    return tuple(t for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor))
+
+
+def nbytes_of(node: fx.Node) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_of(node))
+
+
+def is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), tuple | list)
+
+
+def is_view(node: fx.Node) -> bool:
+    """True for what lies on the memory of its input."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    return node.target in (*_SAME_MEMORY, *COPIES) or (isinstance(node.target, OpOverload) and bool(node.target.is_view))
+
+
+def why_not_again(node: fx.Node) -> str:
+    """Return why a node may never run again; empty if it may.
+
+    Seeds are drawn once, and all that is random is computed from them: a mask that is computed again is the same mask.
+    """
+    target = node.target
+    if target is operator.getitem:
+        return why_not_again(node.args[0])  # type: ignore[arg-type]
+    if node.op == "get_attr":
+        return "a constant"
+    if not isinstance(target, OpOverload):
+        return "a higher-order op"
+    if target is torch.ops.prims.inductor_seeds.default or target is torch.ops.prims.inductor_seed.default:
+        return "seeds are drawn once"
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return "it draws random numbers"
+    if target.namespace in ("_c10d_functional", "c10d"):
+        return "a collective"
+    return "it writes to its input" if target in COPIES or node.is_impure() else ""

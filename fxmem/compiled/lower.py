@@ -1,0 +1,205 @@
+"""What fxmem uses of Inductor that torch does not call public: all of it is here.
+
+In: graphs. Out: compiled functions whose partitioner is ours, and the Python code that Inductor would run for a graph (its
+*wrapper*), without any kernel compiled. Each name is listed in docs/architecture.md and has a canary in
+tests/compiled/test_lower.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor import async_compile
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.graph import GraphLowering
+
+from fxmem.disk_cache import digest
+from fxmem.torch_patches.replacing import replaced
+
+Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.GraphModule, fx.GraphModule]]
+"""Called with a joint graph, the number of the forward's outputs, and the places of inputs at fixed addresses."""
+
+
+class Partitioner(CustomPartitionerFn):
+    """Our partitioner as Inductor asks for one."""
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self._partition(gm, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices"))
+
+    def uuid(self) -> str:
+        """Graphs are cached as they are after partitioning, so that all plans may share one key."""
+        return "fxmem"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Inductor pickles its settings for the key of its cache."""
+        return str, ("fxmem",)
+
+
+def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
+    """Return Dynamo's graph compiled by Inductor, with ``partition`` in the partitioner's seat.
+
+    AOTAutograd's cache is off: it would hand out the plan of another budget.
+    """
+    with functorch_config.patch(enable_autograd_cache=False):
+        made = compile_fx(graph_module, inputs, config_patches={"custom_partitioner_fn": Partitioner(partition)})
+    return made  # type: ignore[return-value]
+
+
+def without_duplicates(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Remove from a joint graph what is computed twice, and what nobody reads."""
+    graph_module.graph.eliminate_dead_code()
+    graph_module.graph = fx_graph_cse(graph_module.graph)
+    graph_module.recompile()
+    return graph_module
+
+
+def signature_of(graph_module: fx.GraphModule, *others: object) -> str:
+    """Return a key that graphs share whose plans are the same: nodes, shapes, strides, and Inductor's settings."""
+    values = [str(n.meta.get("val")) + _strides(n.meta.get("val")) for n in graph_module.graph.nodes]
+    settings = inductor_config.get_config_copy()
+    settings.pop("custom_partitioner_fn", None)
+    return digest(str(graph_module.graph), *values, repr(sorted(settings.items(), key=str)), *map(repr, others))
+
+
+def _strides(value: Any) -> str:
+    return str(value.stride()) if isinstance(value, torch.Tensor) else ""
+
+
+# -- lowering without kernels ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """The Python code that Inductor generates for one graph."""
+
+    source: str
+    constants: Mapping[str, Any]
+    """Global names of it that are set from outside."""
+
+
+def lowered(graph_module: fx.GraphModule, *, num_outputs: int | None = None) -> Wrapper:
+    """Return the wrapper of a forward with ``num_outputs`` outputs beside saved tensors, or of a backward (None)."""
+    graph_module = copy.deepcopy(graph_module)
+    inputs = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+    output = graph_module.graph.output_node()
+    results: Any = output.args[0]
+    visible = len(results) if num_outputs is None else num_outputs
+    output.meta["user_visible_output_idxs"] = [i for i in range(visible) if isinstance(results[i], fx.Node)]
+    num_fixed = sum("tangents" not in str(n.target) for n in inputs) if num_outputs is None else len(inputs)
+    wrappers: list[Wrapper] = []
+    with _codes_kept(wrappers):
+        compile_fx_inner(
+            graph_module,
+            [n.meta["val"] for n in inputs],
+            static_input_idxs=tuple(range(num_fixed)),
+            is_backward=num_outputs is None,
+        )
+    return wrappers[-1]
+
+
+@contextlib.contextmanager
+def _codes_kept(wrappers: list[Wrapper]) -> Iterator[None]:
+    """Keep the code of each graph that is lowered in the body; nothing of it is compiled or loaded."""
+
+    def keep(graph: Any) -> Any:
+        code, _ = graph.codegen()
+        wrappers.append(Wrapper(code.value, {**graph.constants, **graph.torchbind_constants}))
+        return SimpleNamespace(call=lambda args: None, __file__="<not compiled>")
+
+    with replaced(GraphLowering, "compile_to_module", keep), inductor_config.patch(force_disable_caches=True):
+        yield
+
+
+class Kernel:
+    """Stands for a kernel in a wrapper that runs on fakes: tells ``on_call`` of its arguments."""
+
+    def __init__(self, on_call: Callable[[Sequence[Any]], None]) -> None:
+        self._on_call = on_call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._on_call((*args, *kwargs.values()))
+
+    run = __call__
+
+
+class _NoKernels:
+    """Stands for Inductor's ``AsyncCompile``."""
+
+    def __init__(self, on_call: Callable[[Sequence[Any]], None]) -> None:
+        self._kernel = Kernel(on_call)
+
+    def cpp_pybinding(self, *args: Any, **kwargs: Any) -> Kernel:
+        return self._kernel
+
+    triton = cpp_pybinding
+
+    def wait(self, scope: Any) -> None:
+        pass
+
+
+ALLOCATORS = frozenset({"empty_strided_cpu", "empty_strided_cpu_pinned", "empty_strided_cuda"})
+"""Names by which a wrapper asks for memory."""
+
+
+def function_of(wrapper: Wrapper, on_call: Callable[[Sequence[Any]], None]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return the wrapper as a function of a list of inputs, which it empties; its kernels only tell of their calls.
+
+    It is to run under a ``FakeTensorMode``: what it allocates, and ops that are not kernels, are then fakes.
+    """
+    scope: dict[str, Any] = {"__name__": "fxmem_wrapper", "__file__": "<wrapper>"}
+    with replaced(async_compile, "AsyncCompile", lambda: _NoKernels(on_call)):
+        exec(compile(wrapper.source, "<wrapper>", "exec"), scope)
+    scope.update(wrapper.constants)
+    scope.update({name: _empty("cuda" if "cuda" in name else "cpu") for name in ALLOCATORS})
+    scope.update(
+        assert_size_stride=_check_size_stride, assert_alignment=_nothing, reinterpret_tensor=_reinterpreted
+    )
+    for name in ("empty_strided_xpu", "empty_strided_mtia", "alloc_from_pool", "empty_strided_p2p"):
+        scope[name] = _refused(name)
+    call: Callable[[list[Any]], Sequence[Any]] = scope["call"]
+    return call
+
+
+def _empty(device: str) -> Callable[..., torch.Tensor]:
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _check_size_stride(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], *name: str) -> None:
+    strides = [s for s, n in zip(stride, size, strict=True) if n > 1]
+    found = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+    assert tuple(tensor.shape) == tuple(size) and found == strides, (
+        f"{name} is {tuple(tensor.shape)}, {tensor.stride()}, not {size}, {stride}"
+    )
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _reinterpreted(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0
+) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name} in a wrapper")
+
+    return refuse
