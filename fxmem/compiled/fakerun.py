@@ -16,13 +16,13 @@ import torch
 from torch import fx
 
 from fxmem.compiled.emit import Partitioned
-from fxmem.compiled.joint import is_tangent
-from fxmem.compiled.lower import function_of, lowered
+from fxmem.compiled.joint import is_tangent, outputs_of
+from fxmem.compiled.lower import function_of, lowered_backward, lowered_forward
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.roofline import Hardware, flops_of
 from fxmem.profiling.storage_tracker import StorageTracker
-from fxmem.torch_private import FakeTensorMode, OpOverload, tree_leaves
+from fxmem.torch_private import FakeTensorMode, OpOverload, storage_key, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _Run:
 
     def step(self) -> StepRun:
         tracker, around = self._tracker, self._around
-        forward = function_of(lowered(self._forward, num_outputs=self._num_outputs), self._note_kernel)
+        forward = function_of(lowered_forward(self._forward, self._num_outputs), self._note_kernel)
         with torch.no_grad(), self._mode:
             inputs = [self._blank(n.meta["val"]) for n in _placeholders(self._forward)]
             with tracker:
@@ -68,7 +68,9 @@ class _Run:
         outputs, kept = results[: self._num_outputs], results[self._num_outputs :]
         del results
         tangents = _restride(self._backward, kept)
-        backward = function_of(lowered(self._backward), self._note_kernel)
+        backward = function_of(
+            lowered_backward(self._backward, len(kept), self._donated()), self._note_kernel
+        )
         tracker.peak_bytes = 0
         with torch.no_grad(), self._mode:
             args = [*kept, *(self._blank(n.meta["val"]) for n in tangents)]
@@ -90,6 +92,15 @@ class _Run:
             peak, fixed + forward_peak, fixed + saved, fixed + backward_peak, fixed + end, self._seconds
         )
 
+    def _donated(self) -> list[int]:
+        """Return the places of saved tensors that share no memory with inputs, outputs or gradients: AOTAutograd lets the
+        backward write over them."""
+        outputs = _vals(outputs_of(self._forward))
+        others = [*_vals(_placeholders(self._forward)), *outputs[: self._num_outputs], *_vals(outputs_of(self._backward))]
+        held = {storage_key(t) for t in others if isinstance(t, torch.Tensor)}
+        saved = outputs[self._num_outputs :]
+        return [i for i, t in enumerate(saved) if isinstance(t, torch.Tensor) and storage_key(t) not in held]
+
     def _blank(self, like: Any) -> Any:
         if not isinstance(like, torch.Tensor):
             return like
@@ -110,6 +121,10 @@ class _Run:
 
 def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:
     return [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+
+
+def _vals(nodes: Sequence[Any]) -> list[Any]:
+    return [n.meta.get("val") if isinstance(n, fx.Node) else None for n in nodes]
 
 
 def _restride(backward: fx.GraphModule, saved: Sequence[Any]) -> list[fx.Node]:

@@ -20,9 +20,9 @@ from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
+from torch._inductor import graph as inductor_graph
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._inductor.graph import GraphLowering
 
 from fxmem.disk_cache import digest
 from fxmem.torch_patches.replacing import replaced
@@ -93,22 +93,31 @@ class Wrapper:
     """Global names of it that are set from outside."""
 
 
-def lowered(graph_module: fx.GraphModule, *, num_outputs: int | None = None) -> Wrapper:
-    """Return the wrapper of a forward with ``num_outputs`` outputs beside saved tensors, or of a backward (None)."""
+def lowered_forward(graph_module: fx.GraphModule, num_outputs: int) -> Wrapper:
+    """Return the wrapper of a forward with so many outputs beside saved tensors."""
+    num_inputs = len(graph_module.graph.find_nodes(op="placeholder"))
+    return _lowered(graph_module, num_outputs, num_inputs, is_backward=False)
+
+
+def lowered_backward(graph_module: fx.GraphModule, num_saved: int, donated: Sequence[int]) -> Wrapper:
+    """Return the wrapper of a backward. ``donated``: places of saved tensors that only it refers to, which it may write
+    over."""
+    with replaced(inductor_graph, "get_donated_idxs", lambda: list(donated)):
+        return _lowered(graph_module, None, num_saved, is_backward=True)
+
+
+def _lowered(graph_module: fx.GraphModule, num_visible: int | None, num_fixed: int, *, is_backward: bool) -> Wrapper:
     graph_module = copy.deepcopy(graph_module)
-    inputs = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
     output = graph_module.graph.output_node()
-    results: Any = output.args[0]
-    visible = len(results) if num_outputs is None else num_outputs
-    output.meta["user_visible_output_idxs"] = [i for i in range(visible) if isinstance(results[i], fx.Node)]
-    num_fixed = sum("tangents" not in str(n.target) for n in inputs) if num_outputs is None else len(inputs)
+    visible: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = [
+        i for i, value in enumerate(visible[:num_visible]) if isinstance(value, fx.Node)
+    ]
+    inputs = [n.meta["val"] for n in graph_module.graph.find_nodes(op="placeholder")]
     wrappers: list[Wrapper] = []
     with _codes_kept(wrappers):
         compile_fx_inner(
-            graph_module,
-            [n.meta["val"] for n in inputs],
-            static_input_idxs=tuple(range(num_fixed)),
-            is_backward=num_outputs is None,
+            graph_module, inputs, static_input_idxs=tuple(range(num_fixed)), is_backward=is_backward
         )
     return wrappers[-1]
 
@@ -122,7 +131,10 @@ def _codes_kept(wrappers: list[Wrapper]) -> Iterator[None]:
         wrappers.append(Wrapper(code.value, {**graph.constants, **graph.torchbind_constants}))
         return SimpleNamespace(call=lambda args: None, __file__="<not compiled>")
 
-    with replaced(GraphLowering, "compile_to_module", keep), inductor_config.patch(force_disable_caches=True):
+    with (
+        replaced(inductor_graph.GraphLowering, "compile_to_module", keep),
+        inductor_config.patch(force_disable_caches=True),
+    ):
         yield
 
 
