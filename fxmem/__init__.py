@@ -13,12 +13,14 @@ from fxmem.progress import log_to_stderr
 
 if TYPE_CHECKING:
     from fxmem.advice.advise import Advice, advise
+    from fxmem.api.compiled import CompiledModule, backend
     from fxmem.api.estimate import Estimate, estimate
     from fxmem.api.frontier import BudgetPoint, Frontier, frontier
     from fxmem.api.module import OptimizedModule, optimize, optimize_, restore
     from fxmem.api.planned_class import FxMemModule
     from fxmem.api.prepare import Prepared, PreparedSize, prepare
     from fxmem.api.track import Measurement, track
+    from fxmem.compiled.report import CompiledEstimate, CompiledReport
     from fxmem.errors import (
         BudgetError,
         CaptureError,
@@ -43,12 +45,14 @@ __version__ = "0.2.0"
 
 _NAMES = {
     "fxmem.advice.advise": "Advice advise",
+    "fxmem.api.compiled": "CompiledModule backend",
     "fxmem.api.estimate": "Estimate estimate",
     "fxmem.api.frontier": "BudgetPoint Frontier frontier",
     "fxmem.api.module": "optimize optimize_ OptimizedModule restore",
     "fxmem.api.planned_class": "FxMemModule",
     "fxmem.api.prepare": "prepare Prepared PreparedSize",
     "fxmem.api.track": "Measurement track",
+    "fxmem.compiled.report": "CompiledEstimate CompiledReport",
     "fxmem.errors": "BudgetError CaptureError FxMemError InfeasibleBudgetError InputError NotPlannedError "
     "PlanMismatchError ProfileError SavedTensorModifiedError VerificationError",
     "fxmem.ir": "Phase Plan Timeline TimelineStep Verification",
@@ -86,6 +90,9 @@ __all__ = [
     "BudgetError",
     "BudgetPoint",
     "CaptureError",
+    "CompiledEstimate",
+    "CompiledModule",
+    "CompiledReport",
     "Estimate",
     "Frontier",
     "FxMemError",
@@ -115,6 +122,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "advise",
+    "backend",
     "estimate",
     "frontier",
     "optimize",

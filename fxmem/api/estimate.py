@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 
@@ -25,13 +25,14 @@ from fxmem.api.arguments import (
     without_measuring,
 )
 from fxmem.api.budget import parse_bytes
+from fxmem.api.compiled import check_backend, compiled_estimate
 from fxmem.api.frontier import Frontier, frontier_from
 from fxmem.capture.dynamic_batch import batch_dims, largest_batch, resized
 from fxmem.capture.export import capture, check_call, fitting
 from fxmem.capture.graph import CaptureGraph, Inputs, device_of
 from fxmem.devices import DeviceModel, device_named
 from fxmem.emitted import bound_bytes
-from fxmem.errors import FxMemError, ProfileError, first_lines, in_units, unit_of
+from fxmem.errors import FxMemError, InputError, ProfileError, first_lines, in_units, unit_of
 from fxmem.fake.fake_tensors import FakeWorld, gradients_untouched
 from fxmem.fake.stand_in import cuda_model, standing_in, stands_for
 from fxmem.ir import PlainData, Timeline
@@ -282,6 +283,7 @@ def estimate(
     example_kwargs: dict[str, Any] | None = None,
     *,
     device: torch.device | str | None = None,
+    backend: str = "eager",
     **options: Unpack[Options],
 ) -> Estimate:
     """Return what one training step of ``model`` takes, without running it.
@@ -294,6 +296,8 @@ def estimate(
       stay on the CPU or the meta device. Autocast's lists, the choice of attention kernels, what is saved, optimizers'
       kernels, what ops take inside and the allocator are then CUDA's. Workspaces of cuDNN's convolutions are not in the
       figures: with an upper bound of them, allocated and reserved bytes are ``cuda.most_...``.
+    - ``backend``: ``"inductor"`` returns a :class:`fxmem.CompiledEstimate` of the step that torch.compile's Inductor would
+      run, from the code that it generates; no kernel is compiled. It takes no ``device``.
 
     Gradients are absent at the start of the step (``zero_grad(set_to_none=True)``); with ``accumulate`` they are there,
     as an earlier micro-batch leaves them. The state of optimizer and scaler is there. Sparse gradients count as many
@@ -301,6 +305,10 @@ def estimate(
 
     Errors: ``InputError``, ``CaptureError``, ``ProfileError``.
     """
+    if check_backend(backend) == "inductor":
+        if device is not None:
+            raise InputError('device= is not for backend="inductor"; move the model there')
+        return cast(Estimate, compiled_estimate(model, (example_args, example_kwargs), options))
     check_model(model)
     inputs = example_of(model, example_args, example_kwargs)
     where, gpu = _place_of_step(device, model)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 
 from fxmem.api.arguments import Options, check_example, check_methods, check_optimizable, settings_of, with_options
 from fxmem.api.budget import parse_budget
+from fxmem.api.compiled import check_backend, compiled_module
 from fxmem.api.planned_class import FxMemModule, optimize_in_place, optimized, restored
 from fxmem.api.prepare import prepare
 from fxmem.devices import device_named
+from fxmem.errors import InputError
 from fxmem.passes.context import Settings
 
 OptimizedModule = FxMemModule
@@ -36,6 +38,7 @@ def optimize(
     plan_for: str | None = None,
     methods: Sequence[str] = ("forward",),
     shapes: Any = None,
+    backend: str = "eager",
     **options: Unpack[Options],
 ) -> FxMemModule:
     """Return ``model`` as a module that trains inside a memory budget, with bitwise the same numbers.
@@ -56,6 +59,9 @@ def optimize(
       is planned as a step of its own, ``module.fxmem.methods["encode"]``.
     - ``shapes``: batches, or lengths of the example, to plan for now: all their sizes run under one plan, as
       :func:`fxmem.prepare` says.
+    - ``backend``: ``"inductor"`` compiles the model with torch.compile's Inductor under the same budget, and returns a
+      :class:`fxmem.CompiledModule`. Its bits are not eager's but those of the same compiler with nothing recomputed. It
+      takes no ``plan_for``, ``methods`` and ``shapes``.
 
     Under autocast the peak counts casts of weights until the region ends; if yours ends before the step does, the peak is
     an upper bound.
@@ -63,6 +69,11 @@ def optimize(
     Errors, all before anything big is allocated: ``InputError`` (a ``ValueError``) for arguments that cannot be used,
     ``InfeasibleBudgetError`` when no plan fits, ``CaptureError`` when no graph does what the model does.
     """
+    if check_backend(backend) == "inductor":
+        if plan_for is not None or shapes is not None or tuple(methods) != ("forward",):
+            raise InputError('plan_for=, methods= and shapes= are not for backend="inductor"; leave them out')
+        example = (example_args, example_kwargs)
+        return cast(FxMemModule, compiled_module(model, example, (budget_gb, budget, budget_mb), options))
     settings = _settings(model, (example_args, example_kwargs), (budget_gb, budget, budget_mb), plan_for, options)
     module = optimized(model, settings, check_methods(model, methods))
     return _planned(module, example_args, example_kwargs, plan_for, shapes)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from fxmem.compiled.choice import Candidates
 from fxmem.compiled.fakerun import StepRun, run_step
 from fxmem.compiled.joint import JointGraph
 from fxmem.compiled.kernels import Kernels, profile_of
-from fxmem.compiled.lower import compiled, signature_of, without_duplicates
+from fxmem.compiled.lower import compiled, frame_of_compilation, passing_dynamo, signature_of, without_duplicates
+from fxmem.compiled.refusals import check_frame, check_inputs, check_settings
 from fxmem.compiled.surroundings import Surroundings, surroundings_of
-from fxmem.errors import InfeasibleBudgetError, in_units
+from fxmem.errors import FxMemError, InfeasibleBudgetError, in_units
 from fxmem.ir import FrontierPoint, GraphProfile, PlainData
 from fxmem.passes.context import Settings
 from fxmem.pipeline import frontier_of
@@ -83,27 +85,50 @@ class _Planner:
         return run_step(self.parts(point), self.kernels.joint.num_outputs, self.around, self.hardware)
 
 
+class Planned(BaseException):
+    """Ends a compilation that was for planning only."""
+
+
+Around = Callable[[Sequence[torch.Tensor]], Surroundings]
+"""Called with a graph's inputs."""
+
+
 class Backend:
-    """A backend for ``torch.compile`` under a budget. ``reports``: one for each training graph compiled so far."""
+    """A backend for ``torch.compile`` under a budget. ``reports``: one for each training graph that was planned."""
 
     __name__ = "fxmem"
 
-    def __init__(self, settings: Settings, around: Callable[[Surroundings], Surroundings] | None = None) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, around: Around | None = None) -> None:
+        self.settings, self.only_plan = settings, False
         self.reports: list[CompiledReport] = []
-        self._around = around or (lambda surroundings: surroundings)
+        self._around = around or self._of_graph
+        self._frame: object = None
 
-    def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+    def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        try:
+            check_settings(options)
+            check_inputs(inputs)
+            tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+            return compiled(graph_module, inputs, partial(self._partition, tensors))
+        except FxMemError as error:
+            raise passing_dynamo(error) from None
+
+    def _partition(
+        self, tensors: Sequence[torch.Tensor], joint: fx.GraphModule, num_outputs: int, static: Sequence[int] | None
+    ) -> emit.Partitioned:
+        frame = frame_of_compilation()
+        check_frame(frame, self._frame)
+        self._frame = frame
+        parts, report = plan_graph(joint, num_outputs, static, self._around(tensors), self.settings)
+        self.reports.append(report)
+        if self.only_plan:
+            raise Planned
+        return parts
+
+    def _of_graph(self, tensors: Sequence[torch.Tensor]) -> Surroundings:
+        """What is around a graph of which no more is known than its inputs: it holds its loss."""
         parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
-
-        def partition(joint: fx.GraphModule, num_outputs: int, static: Sequence[int] | None) -> emit.Partitioned:
-            around = self._around(surroundings_of(tensors, parameters, self.settings.step))
-            parts, report = plan_graph(joint, num_outputs, static, around, self.settings)
-            self.reports.append(report)
-            return parts
-
-        return compiled(graph_module, inputs, partition)
+        return surroundings_of(tensors, parameters, self.settings.step)
 
 
 _KNOWN: dict[str, Candidates] = {}
@@ -120,7 +145,7 @@ def plan_graph(
     hardware = settings.hardware or hardware_for(device)
     profile = profile_of(kernels, around, hardware)
     planner = _Planner(kernels, profile, around, hardware, static)
-    key = signature_of(joint, around, hardware, settings.policy, settings.planner, settings.plan_seconds)
+    key = signature_of(joint, num_outputs, around, hardware, settings.policy, settings.planner, settings.plan_seconds)
     if key not in _KNOWN:
         while len(_KNOWN) >= MOST_KEPT:
             del _KNOWN[next(iter(_KNOWN))]
@@ -154,6 +179,3 @@ def infeasible(candidates: Candidates, around: Surroundings, budget_bytes: int) 
     breakdown = (*parts, ("activations and gradients", least - around.fixed_bytes))
     return InfeasibleBudgetError(budget_bytes, least, breakdown, "the compiled step")
 
-
-def unlimited(settings: Settings) -> Settings:
-    return replace(settings, budget_bytes=None, budget_share=None)

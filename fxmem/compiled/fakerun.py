@@ -19,6 +19,7 @@ from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.joint import is_tangent, outputs_of
 from fxmem.compiled.lower import function_of, lowered_backward, lowered_forward
 from fxmem.compiled.surroundings import Surroundings
+from fxmem.errors import FxMemError, ProfileError, first_lines
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.roofline import Hardware, flops_of
 from fxmem.profiling.storage_tracker import StorageTracker
@@ -41,8 +42,19 @@ class StepRun:
 
 
 def run_step(parts: Partitioned, num_outputs: int, around: Surroundings, hardware: Hardware) -> StepRun:
-    """Lower both parts and run them. Strides of saved tensors are those that the forward's code gives them."""
-    return _Run(parts, num_outputs, around, hardware).step()
+    """Lower both parts and run them. Strides of saved tensors are those that the forward's code gives them.
+
+    Errors: ``ProfileError`` if the generated code calls what is not known, which is never counted as nothing.
+    """
+    try:
+        return _Run(parts, num_outputs, around, hardware).step()
+    except FxMemError:
+        raise
+    except Exception as error:
+        raise ProfileError(
+            f"the code that Inductor generates for the step could not be run on fake tensors: {first_lines(error)}. What a "
+            'call in it allocates is then not known; leave out backend="inductor"'
+        ) from error
 
 
 class _Run:

@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import ShortenTraceback
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
+from torch._guards import CompileContext
 from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor import graph as inductor_graph
@@ -25,6 +28,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from fxmem.disk_cache import digest
+from fxmem.errors import FxMemError
 from fxmem.torch_patches.replacing import replaced
 
 Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.GraphModule, fx.GraphModule]]
@@ -59,6 +63,43 @@ def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Par
     with functorch_config.patch(enable_autograd_cache=False):
         made = compile_fx(graph_module, inputs, config_patches={"custom_partitioner_fn": Partitioner(partition)})
     return made  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is set now of that which :mod:`fxmem.compiled.refusals` refuses; False or None where nothing is."""
+
+    cudagraphs: bool
+    cpp_wrapper: bool
+    memory_planning: bool
+    compiled_autograd: bool
+    custom_partitioner: object
+    low_memory_budget: float | None
+
+
+def settings_now() -> Settings:
+    budget = functorch_config.activation_memory_budget
+    return Settings(
+        cudagraphs=inductor_config.triton.cudagraphs,
+        cpp_wrapper=inductor_config.cpp_wrapper or inductor_config.fx_wrapper,
+        memory_planning=inductor_config.memory_planning,
+        compiled_autograd=dynamo_config.compiled_autograd,
+        custom_partitioner=inductor_config.custom_partitioner_fn,
+        low_memory_budget=None if budget >= 1 else budget,
+    )
+
+
+def frame_of_compilation() -> object:
+    """Return what tells the code that Dynamo compiles now: the same for other sizes of it, another after a graph break."""
+    current = CompileContext.current_compile_id()
+    return None if current is None else current.frame_id
+
+
+def passing_dynamo(error: FxMemError) -> FxMemError:
+    """Return ``error`` such that Dynamo hands it on as it is, instead of one of its own that quotes it."""
+    kind = type(error)
+    error.__class__ = type(kind.__name__, (kind, ShortenTraceback), {"first_useful_frame": None})
+    return error
 
 
 def without_duplicates(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -16,7 +16,7 @@ from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.profiling.optimizer_on_meta import usual_step
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
 from fxmem.profiling.storage_tracker import StorageTracker
-from fxmem.profiling.training_step import LossFn, TrainingStep, default_loss, usual_gradients
+from fxmem.profiling.training_step import TrainingStep, default_loss, usual_gradients
 from fxmem.torch_private import storage_key, tree_leaves, tree_map_only
 
 
@@ -67,18 +67,24 @@ def _optimizer_bytes(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> 
         return state_bytes, tracker.peak_bytes - before
 
 
-def with_loss(around: Surroundings, output: Any, loss_fn: LossFn | None) -> Surroundings:
-    """Return ``around`` with a loss outside of the graph. ``output``: the model's, of fake tensors, without a graph."""
-    tracker, world = StorageTracker(), FakeWorld(t for t in tree_leaves(output) if isinstance(t, torch.Tensor))
-    with world.active(), ScalarReads():
+def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surroundings:
+    """Return ``around`` with the loss of ``step``, outside of the graph. ``output``: the model's, of fake tensors."""
+    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+    tracker, world = StorageTracker(), FakeWorld(tensors)
+    with world.active(), ScalarReads(), torch.enable_grad():
         output = tree_map_only(torch.Tensor, _as_leaf, output)
+        targets = step.targets.blank(tensors)
+        loss_fn = step.loss_on(targets)
         with tracker:
             loss = default_loss(output) if loss_fn is None else loss_fn(output)
             loss.backward()
-        gradients = sum(t.grad.nbytes for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad is not None)
-        return replace(
-            around, loss_peak_bytes=tracker.peak_bytes, held_in_backward_bytes=tracker.live_bytes - gradients
-        )
+        leaves = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        gradients = _storage_bytes(t.grad for t in leaves if t.grad is not None)
+    fixed_bytes = around.fixed_bytes + _storage_bytes(t for t in targets if isinstance(t, torch.Tensor))
+    held_bytes = tracker.live_bytes - gradients
+    return replace(
+        around, fixed_bytes=fixed_bytes, loss_peak_bytes=tracker.peak_bytes, held_in_backward_bytes=held_bytes
+    )
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,228 @@
+"""``backend="inductor"``: a compiled training step under a budget, and what is returned for it.
+
+In: what :func:`fxmem.optimize` and :func:`fxmem.estimate` take. Out: a :class:`CompiledModule`, a
+:class:`CompiledEstimate`, or a :class:`fxmem.compiled.backend.Backend` for ``torch.compile``.
+
+A compiled module is smaller than an optimized one: it has the model's class, attributes, parameters and hooks, but cannot
+be pickled, copied or planned for other devices; do these with ``module.fxmem.original``.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
+
+import torch
+
+from fxmem.api.arguments import Options, check_model, check_optimizable, example_of, settings_of, with_options
+from fxmem.api.budget import parse_budget
+from fxmem.capture.graph import Inputs
+from fxmem.compiled.backend import Backend, CompiledReport, Planned
+from fxmem.compiled.refusals import check_settings
+from fxmem.compiled.surroundings import Surroundings, surroundings_of, with_loss
+from fxmem.errors import InputError, NotPlannedError, in_units
+from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
+from fxmem.fake.python_state import tensors_restored
+from fxmem.ir import PlainData
+from fxmem.passes.context import Settings
+from fxmem.profiling.training_step import ONCE
+from fxmem.progress import CAPTURE_SECONDS, told
+
+BACKENDS = ("eager", "inductor")
+
+
+def check_backend(backend: str) -> str:
+    """Return ``backend``. Errors: ``InputError`` if it is none."""
+    if backend not in BACKENDS:
+        raise InputError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    return backend
+
+
+@with_options
+def backend(
+    *,
+    budget_gb: float | None = None,
+    budget: float | str | None = None,
+    budget_mb: float | None = None,
+    **options: Unpack[Options],
+) -> Backend:
+    """Return a backend for ``torch.compile`` that keeps a budget: ``torch.compile(model, backend=fxmem.backend(...))``.
+
+    The budget bounds the peak of the whole training step in allocated bytes, as for :func:`fxmem.optimize`, where the
+    compiled function takes all that the step works on and returns its loss: parameters, batch, gradients and the state of
+    ``optimizer`` are counted. Of a loss outside it knows nothing; :func:`fxmem.optimize` with ``backend="inductor"`` does.
+    One backend is for one function, in one graph; other sizes are planned as they come. Loss and gradients are bitwise
+    those of ``torch.compile`` with nothing recomputed, which are not eager's. ``backend.reports``: what was planned.
+
+    Errors, when the first training call compiles: ``InfeasibleBudgetError`` with the least peak that was reached,
+    ``InputError`` for settings of torch that no budget can be promised with.
+    """
+    settings = _settings_of(options)
+    bound = parse_budget(budget_gb, budget, torch.nn.Module(), budget_mb=budget_mb)
+    return Backend(_with_budget(settings, bound.nbytes, bound.share))
+
+
+def _settings_of(options: Options) -> Settings:
+    settings = settings_of(options)
+    if settings.step.loop != ONCE:
+        raise InputError('loop= is not for backend="inductor": its step is one forward and one backward')
+    return settings
+
+
+def _with_budget(settings: Settings, budget_bytes: int | None, share: float | None) -> Settings:
+    if share is not None:
+        raise InputError('a budget in percent is of eager\'s peak; with backend="inductor" write a size, such as "24GiB"')
+    return replace(settings, budget_bytes=budget_bytes)
+
+
+# -- compiled modules ---------------------------------------------------------------------------------------------------
+
+
+class CompiledNamespace:
+    """What fxmem knows of a compiled module: ``module.fxmem``."""
+
+    def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
+        self.original = original
+        """The model as it was given."""
+        self.settings = settings
+        self._backend = Backend(settings, self._around)
+        self._call: Callable[..., Any] = torch.compile(
+            original.forward, backend=self._backend, fullgraph=True, dynamic=False
+        )
+        self._inputs: Inputs | None = None
+
+    @property
+    def reports(self) -> tuple[CompiledReport, ...]:
+        """One for each kind of training call that was planned."""
+        return tuple(self._backend.reports)
+
+    @property
+    def report(self) -> CompiledReport:
+        """Of the latest kind of call. Errors: ``NotPlannedError``."""
+        if not self._backend.reports:
+            raise NotPlannedError("no training call was planned yet; give optimize an example, or run a step first")
+        return self._backend.reports[-1]
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one training call, compiled."""
+        self._inputs = Inputs.of(args, kwargs, self.original)
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            self._inputs = None
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan for a call like this one; nothing runs and no kernel is compiled. Errors: as :func:`fxmem.optimize`."""
+        self._backend.only_plan = True
+        try:
+            self.call(args, kwargs)
+        except Planned:
+            pass
+        finally:
+            self._backend.only_plan = False
+
+    def _around(self, tensors: Sequence[torch.Tensor]) -> Surroundings:
+        model, inputs = self.original, self._inputs
+        assert inputs is not None
+        step = self.settings.seen_with(inputs.leaves).step.for_inputs(inputs.leaves)
+        batch = [t for t in inputs.leaves if isinstance(t, torch.Tensor)]
+        around = surroundings_of((*model.buffers(), *batch, *tensors), tuple(model.parameters()), step)
+        return with_loss(around, _output_on_fakes(model, inputs), step)
+
+
+def _output_on_fakes(model: torch.nn.Module, inputs: Inputs) -> Any:
+    """Return what a training call of ``model`` returns, as fakes that no graph holds."""
+    world = FakeWorld(inputs.leaves)
+    args, kwargs = Inputs(tuple(world.fake_all(list(inputs.leaves))), inputs.spec).call()
+    with tensors_restored(model), world.active(model), world.state_of(model), torch.no_grad(), ScalarReads():
+        return model.forward(*args, **kwargs)
+
+
+class CompiledModule(torch.nn.Module):
+    """What every model compiled under a budget is, beside of its own class. ``module.fxmem`` has report and original.
+
+    Training-mode calls with grad enabled run compiled, planned at the first call of each kind. All others run the original.
+    """
+
+    _fxmem_compiled: CompiledNamespace
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Nothing: the original's class is not to hear of a subclass that its author did not write."""
+
+    @property
+    def fxmem(self) -> CompiledNamespace:
+        return self._fxmem_compiled
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError("a compiled module cannot be copied or pickled; copy module.fxmem.original, and compile the copy")
+
+
+def _forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+    if self.training and torch.is_grad_enabled():
+        return self.fxmem.call(args, kwargs)
+    return self.fxmem.original.forward(*args, **kwargs)
+
+
+def compiled_module(
+    model: torch.nn.Module,
+    example: tuple[Any, dict[str, Any] | None],
+    budget: tuple[float | None, float | str | None, float | None],
+    options: Options,
+) -> CompiledModule:
+    """Return ``model`` compiled under a budget, planned for the example if there is one."""
+    check_optimizable(model)
+    check_settings({})
+    settings = _settings_of(options)
+    budget_gb, given, budget_mb = budget
+    bound = parse_budget(budget_gb, given, model, settings.step.optimizer, *example, budget_mb=budget_mb)
+    settings = _with_budget(settings, bound.nbytes, bound.share)
+    kind = type(model)
+    members = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "_fxmem_compiled": CompiledNamespace(model, settings),
+        "forward": _forward,
+    }
+    made: CompiledModule = object.__new__(
+        types.new_class(kind.__name__, (CompiledModule, kind), {}, lambda own: own.update(members))
+    )
+    object.__setattr__(made, "__dict__", model.__dict__)
+    if example != (None, None):
+        inputs = example_of(model, *example)
+        with told(f"planning the compiled step of {kind.__name__}", CAPTURE_SECONDS + settings.plan_seconds):
+            made.fxmem.prepare(*inputs.call())
+    return made
+
+
+# -- estimates ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledEstimate(PlainData):
+    """What one compiled training step takes that recomputes nothing but what is free."""
+
+    peak_bytes: int
+    """Of the whole step, allocated."""
+    fixed_bytes: int
+    """Of it: parameters, buffers, batch and the optimizer's state."""
+    saved_bytes: int
+    """Alive between forward and backward."""
+
+    def __str__(self) -> str:
+        return (
+            f"compiled step: peak {in_units(self.peak_bytes)}, of it parameters, batch and optimizer "
+            f"{in_units(self.fixed_bytes)}; between forward and backward {in_units(self.saved_bytes)}"
+        )
+
+
+def compiled_estimate(
+    model: torch.nn.Module, example: tuple[Any, dict[str, Any] | None], options: Options
+) -> CompiledEstimate:
+    """Return what a compiled step takes, without running or compiling it."""
+    check_model(model)
+    module = compiled_module(model, example, (None, None, None), options)
+    report = module.fxmem.report
+    return CompiledEstimate(report.predicted_peak_bytes, report.fixed_bytes, report.saved_bytes)
