@@ -73,7 +73,9 @@ def _settings_of(options: Options) -> Settings:
 
 def _with_budget(settings: Settings, budget_bytes: int | None, share: float | None) -> Settings:
     if share is not None:
-        raise InputError('a budget in percent is of eager\'s peak; with backend="inductor" write a size, such as "24GiB"')
+        raise InputError(
+            'a budget in percent is of eager\'s peak; with backend="inductor" write a size, such as "24GiB"'
+        )
     return replace(settings, budget_bytes=budget_bytes)
 
 
@@ -156,7 +158,9 @@ class CompiledModule(torch.nn.Module):
         return self._fxmem_compiled
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InputError("a compiled module cannot be copied or pickled; copy module.fxmem.original, and compile the copy")
+        raise InputError(
+            "a compiled module cannot be copied or pickled; copy module.fxmem.original, and compile the copy"
+        )
 
 
 def _forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:

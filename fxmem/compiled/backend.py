@@ -178,4 +178,3 @@ def infeasible(candidates: Candidates, around: Surroundings, budget_bytes: int) 
     parts = (("parameters, buffers, batch and optimizer state", around.fixed_bytes),)
     breakdown = (*parts, ("activations and gradients", least - around.fixed_bytes))
     return InfeasibleBudgetError(budget_bytes, least, breakdown, "the compiled step")
-

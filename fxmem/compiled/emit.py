@@ -141,4 +141,3 @@ def _in_forward(joint: JointGraph, kept: set[fx.Node]) -> set[fx.Node]:
             found.add(node)
             todo += node.all_input_nodes
     return found
-

@@ -58,9 +58,7 @@ def run_step(parts: Partitioned, num_outputs: int, around: Surroundings, hardwar
 
 
 class _Run:
-    def __init__(
-        self, parts: Partitioned, num_outputs: int, around: Surroundings, hardware: Hardware
-    ) -> None:
+    def __init__(self, parts: Partitioned, num_outputs: int, around: Surroundings, hardware: Hardware) -> None:
         self._forward, self._backward = parts
         self._num_outputs, self._around, self._hardware = num_outputs, around, hardware
         self._seconds = 0.0
@@ -80,9 +78,7 @@ class _Run:
         outputs, kept = results[: self._num_outputs], results[self._num_outputs :]
         del results
         tangents = _restride(self._backward, kept)
-        backward = function_of(
-            lowered_backward(self._backward, len(kept), self._donated()), self._note_kernel
-        )
+        backward = function_of(lowered_backward(self._backward, len(kept), self._donated()), self._note_kernel)
         tracker.peak_bytes = 0
         with torch.no_grad(), self._mode:
             args = [*kept, *(self._blank(n.meta["val"]) for n in tangents)]
@@ -100,15 +96,17 @@ class _Run:
             backward_peak + around.held_in_backward_bytes,
             end + around.optimizer_bytes,
         )
-        return StepRun(
-            peak, fixed + forward_peak, fixed + saved, fixed + backward_peak, fixed + end, self._seconds
-        )
+        return StepRun(peak, fixed + forward_peak, fixed + saved, fixed + backward_peak, fixed + end, self._seconds)
 
     def _donated(self) -> list[int]:
         """Return the places of saved tensors that share no memory with inputs, outputs or gradients: AOTAutograd lets the
         backward write over them."""
         outputs = _vals(outputs_of(self._forward))
-        others = [*_vals(_placeholders(self._forward)), *outputs[: self._num_outputs], *_vals(outputs_of(self._backward))]
+        others = [
+            *_vals(_placeholders(self._forward)),
+            *outputs[: self._num_outputs],
+            *_vals(outputs_of(self._backward)),
+        ]
         held = {storage_key(t) for t in others if isinstance(t, torch.Tensor)}
         saved = outputs[self._num_outputs :]
         return [i for i, t in enumerate(saved) if isinstance(t, torch.Tensor) and storage_key(t) not in held]
@@ -144,7 +142,8 @@ def _restride(backward: fx.GraphModule, saved: Sequence[Any]) -> list[fx.Node]:
     inputs = _placeholders(backward)
     tangents = [n for n in inputs if is_tangent(n)]
     given = [n for n in inputs if not is_tangent(n)]
-    assert len(given) == len(saved) and inputs[len(given) :] == tangents
+    assert len(given) == len(saved), "a value is saved that is no tensor"
+    assert inputs[len(given) :] == tangents
     for node, tensor in zip(given, saved, strict=True):
         like = node.meta.get("val")
         if isinstance(like, torch.Tensor) and like.stride() != tensor.stride():

@@ -1,7 +1,8 @@
 """The joint graph of a compiled step: what is forward, what is backward, what may be either, what must not run again.
 
-In: the GraphModule that AOTAutograd hands to a partitioner, Inductor's joint passes done: forward and backward in one graph,
-inputs ``primals_*`` and ``tangents_*``, outputs first those of the forward, then gradients. Out: a :class:`JointGraph`.
+In: the GraphModule that AOTAutograd hands to a partitioner, Inductor's joint passes done: forward and backward in one
+graph, inputs ``primals_*`` and ``tangents_*``, outputs first those of the forward, then gradients. Out: a
+:class:`JointGraph`.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    return node.target in (*_SAME_MEMORY, *COPIES) or (isinstance(node.target, OpOverload) and bool(node.target.is_view))
+    return node.target in (*_SAME_MEMORY, *COPIES) or (
+        isinstance(node.target, OpOverload) and bool(node.target.is_view)
+    )
 
 
 def why_not_again(node: fx.Node) -> str:

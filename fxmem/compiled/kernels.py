@@ -279,7 +279,7 @@ def _backward_bytes(joint: JointGraph) -> tuple[list[int], list[int]]:
     return made, freed
 
 
-# -- times -------------------------------------------------------------------------------------------------------------------
+# -- times ----------------------------------------------------------------------------------------------------------------
 
 
 def _work_of(kernel: Kernel, hardware: Hardware) -> tuple[int, int, float]:

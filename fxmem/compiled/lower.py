@@ -157,9 +157,7 @@ def _lowered(graph_module: fx.GraphModule, num_visible: int | None, num_fixed: i
     inputs = [n.meta["val"] for n in graph_module.graph.find_nodes(op="placeholder")]
     wrappers: list[Wrapper] = []
     with _codes_kept(wrappers):
-        compile_fx_inner(
-            graph_module, inputs, static_input_idxs=tuple(range(num_fixed)), is_backward=is_backward
-        )
+        compile_fx_inner(graph_module, inputs, static_input_idxs=tuple(range(num_fixed)), is_backward=is_backward)
     return wrappers[-1]
 
 
@@ -220,9 +218,7 @@ def function_of(wrapper: Wrapper, on_call: Callable[[Sequence[Any]], None]) -> C
         exec(compile(wrapper.source, "<wrapper>", "exec"), scope)
     scope.update(wrapper.constants)
     scope.update({name: _empty("cuda" if "cuda" in name else "cpu") for name in ALLOCATORS})
-    scope.update(
-        assert_size_stride=_check_size_stride, assert_alignment=_nothing, reinterpret_tensor=_reinterpreted
-    )
+    scope.update(assert_size_stride=_check_size_stride, assert_alignment=_nothing, reinterpret_tensor=_reinterpreted)
     for name in ("empty_strided_xpu", "empty_strided_mtia", "alloc_from_pool", "empty_strided_p2p"):
         scope[name] = _refused(name)
     call: Callable[[list[Any]], Sequence[Any]] = scope["call"]
@@ -234,20 +230,17 @@ def _empty(device: str) -> Callable[..., torch.Tensor]:
 
 
 def _check_size_stride(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], *name: str) -> None:
-    strides = [s for s, n in zip(stride, size, strict=True) if n > 1]
+    expected = [s for s, n in zip(stride, size, strict=True) if n > 1]
     found = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
-    assert tuple(tensor.shape) == tuple(size) and found == strides, (
-        f"{name} is {tuple(tensor.shape)}, {tensor.stride()}, not {size}, {stride}"
-    )
+    same = tuple(tensor.shape) == tuple(size) and found == expected
+    assert same, f"{name} is {tuple(tensor.shape)}, {tensor.stride()}, not {size}, {stride}"
 
 
 def _nothing(*args: Any) -> None:
     pass
 
 
-def _reinterpreted(
-    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0
-) -> torch.Tensor:
+def _reinterpreted(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 

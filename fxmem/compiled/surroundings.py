@@ -34,7 +34,9 @@ class Surroundings:
     """The most that the optimizer's step takes above gradients and ``fixed_bytes``."""
 
 
-def surroundings_of(tensors: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor], step: TrainingStep) -> Surroundings:
+def surroundings_of(
+    tensors: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor], step: TrainingStep
+) -> Surroundings:
     """Return what is around a graph that holds its loss. ``tensors``: all that is there before the step."""
     fixed_bytes = _storage_bytes((*tensors, *parameters))
     learning = [p for p in parameters if p.requires_grad]
@@ -89,5 +91,3 @@ def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surround
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
