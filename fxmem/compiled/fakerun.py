@@ -18,6 +18,7 @@ from torch import fx
 from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.joint import is_tangent, outputs_of
 from fxmem.compiled.lower import function_of, lowered_backward, lowered_forward
+from fxmem.compiled.scratch import scratch_bytes
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.errors import FxMemError, ProfileError, first_lines
 from fxmem.profiling.device_memory import DeviceMemory
@@ -61,7 +62,7 @@ class _Run:
     def __init__(self, parts: Partitioned, num_outputs: int, around: Surroundings, hardware: Hardware) -> None:
         self._forward, self._backward = parts
         self._num_outputs, self._around, self._hardware = num_outputs, around, hardware
-        self._seconds = 0.0
+        self._seconds, self._scratch_peak = 0.0, 0
         inputs = _placeholders(self._forward)
         devices = [n.meta["val"].device for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
         self._tracker = StorageTracker(on_op=self._note_op, memory=DeviceMemory.of(devices))
@@ -74,12 +75,12 @@ class _Run:
             inputs = [self._blank(n.meta["val"]) for n in _placeholders(self._forward)]
             with tracker:
                 results = list(forward(list(inputs)))
-        forward_peak, saved = tracker.peak_bytes, tracker.live_bytes
+        forward_peak, saved = max(tracker.peak_bytes, self._scratch_peak), tracker.live_bytes
         outputs, kept = results[: self._num_outputs], results[self._num_outputs :]
         del results
         tangents = _restride(self._backward, kept)
         backward = function_of(lowered_backward(self._backward, len(kept), self._donated()), self._note_kernel)
-        tracker.peak_bytes = 0
+        tracker.peak_bytes = self._scratch_peak = 0
         with torch.no_grad(), self._mode:
             args = [*kept, *(self._blank(n.meta["val"]) for n in tangents)]
             held = [t for t in args[len(kept) :] if isinstance(t, torch.Tensor)]
@@ -87,7 +88,7 @@ class _Run:
             tracker.hold(held)
             with tracker:
                 gradients = backward(args)
-        backward_peak, end = tracker.peak_bytes, tracker.live_bytes
+        backward_peak, end = max(tracker.peak_bytes, self._scratch_peak), tracker.live_bytes
         del outputs, gradients, held, inputs
         fixed = around.fixed_bytes
         peak = fixed + max(
@@ -123,6 +124,8 @@ class _Run:
     def _note_op(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         if not isinstance(func, OpOverload) or func.is_view or "empty" in func.overloadpacket.__name__:
             return
+        inside = scratch_bytes(func, args, kwargs)
+        self._scratch_peak = max(self._scratch_peak, self._tracker.live_bytes + inside)
         tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, torch.Tensor)]
         moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}

@@ -77,13 +77,13 @@ def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surround
         output = tree_map_only(torch.Tensor, _as_leaf, output)
         targets = step.targets.blank(tensors)
         loss_fn = step.loss_on(targets)
+        learning = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         with tracker:
             loss = default_loss(output) if loss_fn is None else loss_fn(output)
-            loss.backward()
-        leaves = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        gradients = _storage_bytes(t.grad for t in leaves if t.grad is not None)
+            gradients = torch.autograd.grad(loss, learning, allow_unused=True)
+        gradient_bytes = _storage_bytes(g for g in gradients if g is not None)
     fixed_bytes = around.fixed_bytes + _storage_bytes(t for t in targets if isinstance(t, torch.Tensor))
-    held_bytes = tracker.live_bytes - gradients
+    held_bytes = tracker.live_bytes - gradient_bytes
     return replace(
         around, fixed_bytes=fixed_bytes, loss_peak_bytes=tracker.peak_bytes, held_in_backward_bytes=held_bytes
     )

@@ -1,0 +1,61 @@
+"""What an op takes inside while it runs, on the CPU: measured, once for each op and shape.
+
+In: a call of an op on fakes. Out: bytes beside its inputs and results, at most at one time. oneDNN's convolutions lay weights
+out anew inside of the op, which neither fakes nor the code around it show, and which depends on the machine. So the op is
+run on zeros of the same layout, and the CPU allocator's own events are read. What was measured is kept for the process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxmem.torch_private import OpOverload, tree_map_only, without_modes
+
+_MEASURED: dict[str, int] = {}
+"""By op and layout of its arguments."""
+_NAMESPACES = frozenset({"aten", "mkldnn", "onednn"})
+_WITHOUT = frozenset({"mm", "addmm", "bmm", "baddbmm", "copy_", "fill_", "zero_"})
+"""Ops whose kernels take none: BLAS packs into memory of its own, which the allocator does not see."""
+
+
+def scratch_bytes(op: Any, args: Any, kwargs: Any) -> int:
+    """Return the most that ``op`` holds beside arguments and results; 0 of ops that run elsewhere, or are views."""
+    if not isinstance(op, OpOverload) or not _is_measured(op):
+        return 0
+    key = f"{op} {tree_map_only(torch.Tensor, _layout, (args, kwargs))}"
+    if "cuda" in key:
+        return 0
+    if key not in _MEASURED:
+        with without_modes(), torch.no_grad():
+            _MEASURED[key] = _measured(op, *tree_map_only(torch.Tensor, _zeros, (args, kwargs)))
+    return _MEASURED[key]
+
+
+def _is_measured(op: OpOverload) -> bool:
+    name = op.overloadpacket.__name__
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return op.namespace in _NAMESPACES and not (op.is_view or is_random or name in _WITHOUT or "empty" in name)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
+
+
+def _measured(op: OpOverload, args: Any, kwargs: Any) -> int:
+    """Return the peak of what is allocated in one run, above what is left of it."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        result = op(*args, **kwargs)
+    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    live = peak = 0
+    for event in events:
+        live += event.nbytes()
+        peak = max(peak, live)
+    del result
+    return peak - live

@@ -1,0 +1,56 @@
+"""Which candidate a budget takes: few are lowered, and more bytes never cost more time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxmem.compiled.choice import NUM_CANDIDATES, Candidates
+from fxmem.compiled.fakerun import StepRun
+from fxmem.ir import FrontierPoint, Plan
+
+
+def candidates(num: int) -> Candidates:
+    return Candidates(tuple(FrontierPoint(Plan("test", (i,)), 1000 - i, float(i)) for i in range(num)))
+
+
+def place_of(peaks: list[int], budget_bytes: int) -> tuple[int | None, int]:
+    """Return the place that is taken where lowered plans have these peaks, and how many were lowered."""
+    tried = candidates(len(peaks))
+    place = tried.cheapest_within(budget_bytes, lambda point: run_of(peaks[point.plan.limits[0]]))
+    return place, len(tried.runs)
+
+
+def run_of(peak: int) -> StepRun:
+    return StepRun(peak, 0, 0, 0, 0, 1.0)
+
+
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=NUM_CANDIDATES), st.integers(1, 50), st.integers(0, 50))
+def test_more_bytes_never_cost_more_time_whatever_lowered_plans_take(peaks: list[int], budget: int, more: int) -> None:
+    place, num_lowered = place_of(peaks, budget)
+    above, _ = place_of(peaks, budget + more)
+    assert num_lowered <= 5
+    if place is not None:
+        assert peaks[place] <= budget
+        assert above is not None
+        assert above <= place
+
+
+def test_what_was_lowered_for_one_budget_is_not_lowered_again_for_another() -> None:
+    peaks = list(range(NUM_CANDIDATES, 0, -1))
+    tried, lowered = candidates(NUM_CANDIDATES), []
+
+    def run(point: FrontierPoint) -> StepRun:
+        lowered.append(point.plan.limits[0])
+        return run_of(peaks[point.plan.limits[0]])
+
+    assert [tried.cheapest_within(budget, run) for budget in (16, 10, 3, 10)] == [0, 6, 13, 6]
+    assert len(set(lowered)) == len(lowered)
+    assert tried.least_bytes == 2
+
+
+def test_candidates_span_the_frontier() -> None:
+    frontier = [FrontierPoint(Plan("test", (i,)), 1000 - i, float(i)) for i in range(300)]
+    points = Candidates.of(frontier).points
+    assert len(points) == NUM_CANDIDATES
+    assert (points[0], points[-1]) == (frontier[0], frontier[-1])

@@ -1,0 +1,181 @@
+"""Compiled steps under a budget: the peak is the predicted one, the numbers are those of the same compiler."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxmem
+from benchmarks.measure import allocator_rise_bytes
+from tests.compiled.models import OPTIONS, Net, batch
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def gradients_of(model: nn.Module, forward: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    F.cross_entropy(forward(x), y).backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def measured_peak_bytes(model: nn.Module, x: torch.Tensor, y: torch.Tensor, forward: Any, optimizer: Any) -> int:
+    """Return the peak of a step by the CPU allocator's events, with what is there before it."""
+
+    def step() -> None:
+        loss = F.cross_entropy(forward(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step(), step()
+    gc.collect()
+    state = [t for each in optimizer.state.values() for t in each.values()]
+    return sum(t.nbytes for t in (*model.parameters(), x, y, *state)) + allocator_rise_bytes(step)
+
+
+def test_estimate_tells_the_compiled_steps_peak_and_nothing_runs() -> None:
+    model, (x, y) = Net(), batch()
+    before = torch.get_rng_state()
+    found = fxmem.estimate(model, x, loss_fn=F.cross_entropy, targets=y, **OPTIONS)
+    assert torch.equal(before, torch.get_rng_state())
+    assert found.fixed_bytes > 3 * sum(p.nbytes for p in model.parameters())
+    assert found.fixed_bytes < found.saved_bytes < found.peak_bytes
+    assert "compiled step: peak" in str(found)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("share", [1.0, 0.7])
+def test_peak_is_the_predicted_one_and_gradients_are_the_compilers_own(share: float) -> None:
+    model, (x, y) = Net(), batch()
+    options: dict[str, Any] = {**OPTIONS, "loss_fn": F.cross_entropy, "targets": y}
+    found = fxmem.estimate(model, x, **options)
+    budget = int(found.fixed_bytes + share * (found.peak_bytes - found.fixed_bytes))
+    compiled = fxmem.optimize(model, x, budget=budget, **options)
+    report: Any = compiled.fxmem.report
+    assert isinstance(compiled, Net)
+    assert report.predicted_peak_bytes <= budget
+    assert (report.num_recomputed > 0) is (share < 1)
+    mine = gradients_of(model, compiled, x, y)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert measured_peak_bytes(model, x, y, compiled, optimizer) == report.predicted_peak_bytes
+    fresh = Net()
+    torch._dynamo.reset()
+    fresh.load_state_dict(model.state_dict())
+    mine = gradients_of(model, compiled, x, y)
+    theirs = gradients_of(fresh, torch.compile(fresh), x, y)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.slow
+def test_a_budget_that_no_plan_fits_is_refused_before_compiling() -> None:
+    model, (x, _) = Net(), batch()
+    with pytest.raises(fxmem.InfeasibleBudgetError, match="least reachable peak") as caught:
+        fxmem.optimize(model, x, budget_mb=0.2, **OPTIONS)
+    assert caught.value.least_bytes > 200_000
+
+
+@pytest.mark.slow
+def test_a_backend_for_torch_compile_refuses_what_does_not_fit() -> None:
+    model, (x, y) = Net(), batch()
+    backend = fxmem.backend(budget_mb=0.2, cost="cpu", plan_seconds=2.0)
+    with pytest.raises(fxmem.InfeasibleBudgetError, match="least reachable peak"):
+        torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend=backend)(x, y)
+
+
+@pytest.mark.slow
+def test_evaluation_runs_the_original() -> None:
+    model, (x, _) = Net(), batch()
+    compiled = fxmem.optimize(model, **OPTIONS)
+    assert compiled.first is model.first
+    compiled.eval()
+    assert torch.equal(compiled(x), model(x))
+    compiled.train()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = model(x)
+        torch.manual_seed(0)
+        assert torch.equal(compiled(x), expected)
+    with pytest.raises(fxmem.NotPlannedError, match="no training call was planned"):
+        compiled.fxmem.report  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "50%"}, "write a size"),
+        ({"shapes": [(2, 32)]}, "not for backend"),
+        ({"loop": fxmem.Loop(forwards=2)}, "one forward and one backward"),
+    ],
+)
+def test_arguments_that_a_compiled_step_cannot_keep_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(fxmem.InputError, match=message):
+        fxmem.optimize(Net(), torch.randn(2, 32), **{**OPTIONS, **options})
+
+
+def test_unknown_backends_are_refused() -> None:
+    with pytest.raises(fxmem.InputError, match="known: eager, inductor"):
+        fxmem.optimize(Net(), torch.randn(2, 32), backend="tensorrt")
+
+
+def test_a_compiled_module_is_not_copied() -> None:
+    import copy
+
+    with pytest.raises(fxmem.InputError, match=r"copy module\.fxmem\.original"):
+        copy.deepcopy(fxmem.optimize(Net(), **OPTIONS))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"triton.cudagraphs": True}, "CUDA graphs"),
+        ({"cpp_wrapper": True}, r"C\+\+ wrappers"),
+        ({"memory_planning": True}, "memory planning"),
+    ],
+)
+def test_settings_that_no_budget_covers_are_refused(setting: dict[str, Any], message: str) -> None:
+    from torch._inductor import config
+
+    with config.patch(setting), pytest.raises(fxmem.InputError, match=message):
+        fxmem.optimize(Net(), torch.randn(2, 32), **OPTIONS)
+
+
+def test_torchs_own_budget_below_1_is_refused() -> None:
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=0.5), pytest.raises(fxmem.InputError, match="leave it at 1"):
+        fxmem.optimize(Net(), torch.randn(2, 32), **OPTIONS)
+
+
+def test_modes_of_torch_compile_are_refused() -> None:
+    function = torch.compile(Net(), backend=fxmem.backend(budget_gb=1), mode="reduce-overhead")
+    with pytest.raises(fxmem.InputError, match="private pools of CUDA graphs"):
+        function(torch.randn(2, 32))
+
+
+@pytest.mark.slow
+def test_symbolic_sizes_are_refused() -> None:
+    function = torch.compile(Net(), backend=fxmem.backend(budget_gb=1), dynamic=True)
+    with pytest.raises(fxmem.InputError, match="dynamic=False"):
+        function(torch.randn(3, 32))
+
+
+@pytest.mark.exhaustive
+def test_a_graph_break_is_refused() -> None:
+    model = Net(breaks=True)
+    backend = fxmem.backend(budget_gb=1, cost="cpu", plan_seconds=2.0)
+    with pytest.raises(fxmem.InputError, match="several compiled graphs"):
+        torch.compile(model, backend=backend)(torch.randn(64, 32)).sum().backward()

@@ -1,0 +1,139 @@
+"""Canaries: each private name of Inductor that fxmem uses does what it is used for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import default_partition
+from torch import fx, nn
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor import graph as inductor_graph
+
+from fxmem.compiled import lower
+from fxmem.errors import InfeasibleBudgetError
+from fxmem.torch_private import FakeTensorMode
+
+
+class Stop(BaseException):
+    """Ends a compilation before any kernel is compiled."""
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def in_the_seat(look: Callable[[fx.GraphModule, int, Any], None], function: Callable[..., Any], *args: Any) -> None:
+    """Have ``look`` called with the joint graph of ``function``; nothing is compiled."""
+
+    def partition(joint: fx.GraphModule, num_outputs: int, static: Any) -> Any:
+        look(joint, num_outputs, static)
+        raise Stop
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        return lower.compiled(graph_module, inputs, partition)
+
+    with pytest.raises(Stop):
+        torch.compile(function, backend=backend)(*args)
+
+
+def test_custom_partitioner_fn_is_called_with_the_joint_graph_after_inductors_own_passes() -> None:
+    seen: list[Any] = []
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    in_the_seat(lambda *given: seen.append(given), model, torch.randn(4, 8))
+    joint, num_outputs, static = seen[0]
+    targets = [n.target for n in joint.graph.nodes]
+    assert num_outputs == 1
+    assert list(static) == [0, 1]
+    assert torch.ops.prims.inductor_seeds.default in targets, "dropout is seeds and what is computed from them"
+    assert "tangents_1" in targets
+
+
+def test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_compiled() -> None:
+    wrappers: list[lower.Wrapper] = []
+
+    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
+        forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
+        wrappers.append(lower.lowered_forward(forward, num_outputs))
+
+    in_the_seat(look, nn.Linear(8, 8), torch.randn(4, 8))
+    calls: list[Any] = []
+    with FakeTensorMode():
+        outputs = lower.function_of(wrappers[0], calls.append)([torch.empty(8, 8), torch.empty(8), torch.empty(4, 8)])
+    assert tuple(outputs[0].shape) == (4, 8)
+    assert calls == []
+
+
+def test_a_backward_writes_over_saved_tensors_that_are_said_to_be_donated() -> None:
+    codes: list[str] = []
+
+    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
+        _, backward = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
+        num_saved = sum("tangents" not in n.name for n in backward.graph.find_nodes(op="placeholder"))
+        assert inductor_graph.get_donated_idxs() is None
+        for donated in ((), range(num_saved)):
+            codes.append(lower.lowered_backward(backward, num_saved, tuple(donated)).source)
+
+    in_the_seat(look, lambda x: x.sin().sin().sin(), torch.randn(64, 64, requires_grad=True))
+    assert "# reuse" not in codes[0]
+    assert "# reuse" in codes[1]
+
+
+def test_duplicates_and_what_nobody_reads_are_removed() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    one, two, _ = (graph.call_function(torch.ops.aten.sin.default, (x,)) for _ in range(3))
+    graph.output((one, two))
+    module = lower.without_duplicates(fx.GraphModule({}, graph))
+    assert [n.op for n in module.graph.nodes] == ["placeholder", "call_function", "output"]
+
+
+def test_settings_are_read_where_torch_keeps_them() -> None:
+    plain = lower.settings_now()
+    assert not any(getattr(plain, name) for name in lower.Settings.__dataclass_fields__)
+    with (
+        inductor_config.patch({"triton.cudagraphs": True, "cpp_wrapper": True, "memory_planning": True}),
+        functorch_config.patch(activation_memory_budget=0.5),
+        dynamo_config.patch(compiled_autograd=True),
+    ):
+        changed = lower.settings_now()
+    assert changed == lower.Settings(True, True, True, True, None, 0.5)
+
+
+def test_frames_tell_a_graph_break_from_another_size() -> None:
+    frames: list[Any] = []
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        frames.append(lower.frame_of_compilation())
+        return graph_module.forward
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    function = torch.compile(whole, backend=backend, dynamic=False)
+    function(torch.ones(2)), function(torch.ones(3))
+    assert len(frames) == 2
+    assert frames[0] == frames[1]
+    torch.compile(broken, backend=backend)(torch.ones(2))
+    assert len(set(frames[2:])) == 2
+
+
+def test_our_errors_pass_through_dynamo() -> None:
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        raise lower.passing_dynamo(InfeasibleBudgetError(1, 2))
+
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
+    assert (caught.value.budget_bytes, caught.value.least_bytes) == (1, 2)
