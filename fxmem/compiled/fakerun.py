@@ -83,13 +83,12 @@ class _Run:
         tracker.peak_bytes = self._scratch_peak = 0
         with torch.no_grad(), self._mode:
             args = [*kept, *(self._blank(n.meta["val"]) for n in tangents)]
-            held = [t for t in args[len(kept) :] if isinstance(t, torch.Tensor)]
-            del kept
-            tracker.hold(held)
+            tracker.hold(t for t in args[len(kept) :] if isinstance(t, torch.Tensor))
+            del kept  # and nobody else holds tangents: the code lets go of them when it has read them
             with tracker:
                 gradients = backward(args)
         backward_peak, end = max(tracker.peak_bytes, self._scratch_peak), tracker.live_bytes
-        del outputs, gradients, held, inputs
+        del outputs, gradients, inputs
         fixed = around.fixed_bytes
         peak = fixed + max(
             forward_peak,

@@ -1,6 +1,6 @@
 """What an op takes inside while it runs, on the CPU: measured, once for each op and shape.
 
-In: a call of an op on fakes. Out: bytes beside its inputs and results, at most at one time. oneDNN's convolutions lay weights
+In: a call of an op on fakes. Out: the most bytes beside its inputs and results. oneDNN's convolutions lay weights
 out anew inside of the op, which neither fakes nor the code around it show, and which depends on the machine. So the op is
 run on zeros of the same layout, and the CPU allocator's own events are read. What was measured is kept for the process.
 """
