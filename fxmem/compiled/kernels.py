@@ -265,10 +265,9 @@ def _backward_bytes(joint: JointGraph) -> tuple[list[int], list[int]]:
         read = frozenset[fx.Node]().union(*(bases[a] for a in node.all_input_nodes if a in place))
         for value in read:
             last[value] = place[node]
-        in_memory = not is_view(node) and (
-            not is_pointwise(node) or any(r.op == "output" or not is_generated(r) for r in readers_of(node))
-        )
-        bases[node] = frozenset((node,)) if in_memory and node.target is not operator.getitem else read
+        is_read = any(r.op == "output" or not is_generated(r) for r in readers_of(node))
+        in_memory = not is_view(node) and not is_tuple(node) and (not is_pointwise(node) or is_read)
+        bases[node] = frozenset((node,)) if in_memory else read
     for gradient in gradients:
         last.update(dict.fromkeys(bases.get(gradient, ()), end))
     made, freed = [0] * end, [0] * (end + 1)
