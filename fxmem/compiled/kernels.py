@@ -19,68 +19,19 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from fxmem.capture.graph import source_of
 from fxmem.compiled.joint import JointGraph, is_tangent, is_tuple, is_view, nbytes_of, why_not_again
+from fxmem.compiled.op_kinds import is_generated, is_pointwise, readers_of, seconds_of, work_of
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import GraphProfile, NodeProfile, Phase, Recipe, StaticBytes, Storage, Tick
-from fxmem.profiling.roofline import Hardware, flops_of
-from fxmem.torch_private import OpOverload, tree_map_only
+from fxmem.profiling.roofline import Hardware
 
 MOST_READS = 4
 """Inductor's ``realize_reads_threshold``: so many buffers may a value be computed from, and so many may read it."""
 SMALL_BYTES = 4096
 """Values up to this size are not counted among these buffers: biases, scales, statistics."""
-FUSED = 0.5
-"""Share of a fused kernel's traffic that it costs to run it again: its result stays in the kernel that asks."""
-_aten, _prims = torch.ops.aten, torch.ops.prims
-_POINTWISE = frozenset(
-    {
-        _aten.full, _aten.where, _aten.clone, _aten._to_copy, _aten.full_like, _aten.scalar_tensor, _aten.expand,
-        _aten.index, _aten.constant_pad_nd, _aten.cat, _aten.embedding, _aten.gather, _prims.iota,
-        _prims.convert_element_type, _prims.inductor_random, _prims.inductor_lookup_seed, _prims.broadcast_in_dim,
-    }
-)  # fmt: skip
-"""What Inductor computes element by element though it has no such tag."""
-_REDUCTIONS = frozenset(
-    {
-        _aten.sum, _aten.amax, _aten.amin, _aten.mean, _aten.var, _aten.var_mean, _aten.any, _aten.cumsum,
-        _prims.prepare_softmax_online,
-    }
-)  # fmt: skip
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    """True for what Inductor computes inside of the kernels that read it, views included."""
-    if node.op != "call_function":
-        return False
-    if is_view(node):
-        return True
-    if node.target is operator.getitem:
-        return is_pointwise(node.args[0])  # type: ignore[arg-type]
-    target = node.target
-    return isinstance(target, OpOverload) and (
-        torch.Tag.pointwise in target.tags or target.overloadpacket in _POINTWISE
-    )
-
-
-def is_generated(node: fx.Node) -> bool:
-    """True for what Inductor generates code for, which reads values that need not be in memory."""
-    return is_pointwise(node) or getattr(node.target, "overloadpacket", None) in _REDUCTIONS
-
-
-def readers_of(node: fx.Node) -> list[fx.Node]:
-    """Return what reads a value, through views."""
-    found, todo = [], list(node.users)
-    while todo:
-        user = todo.pop()
-        if is_view(user):
-            todo += user.users
-        else:
-            found.append(user)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +116,7 @@ def profile_of(kernels: Kernels, around: Surroundings, hardware: Hardware) -> Gr
     nodes, recipes, recipe_of = [], [], {}
     for i, kernel in enumerate(kernels.kernels):
         reads, creates = tuple(index[s] for s in kernel.sources), tuple(index[v] for v in kernel.values)
-        flops, moved_bytes, seconds = _work_of(kernel, hardware)
+        flops, moved_bytes, seconds = work_of(kernel.op, kernel.sources, kernel.values, hardware)
         nodes.append(
             NodeProfile(
                 i, kernel.op.name, str(kernel.op.target), reads, creates, (), (), seconds, flops, moved_bytes, False,
@@ -184,7 +135,7 @@ def profile_of(kernels: Kernels, around: Surroundings, hardware: Hardware) -> Gr
         for v in kernel.values
     ]  # fmt: skip
     ticks = (*_forward_ticks(kernels, index, around), *_backward_ticks(kernels, index, first, last, around))
-    backward_seconds = sum(_seconds_of(n, hardware) for n in joint.backward)
+    backward_seconds = sum(seconds_of(n, hardware) for n in joint.backward)
     static = StaticBytes(inputs_bytes=around.fixed_bytes)
     return GraphProfile(tuple(nodes), tuple(storages), tuple(recipes), ticks, static, backward_seconds)
 
@@ -276,30 +227,3 @@ def _backward_bytes(joint: JointGraph) -> tuple[list[int], list[int]]:
             made[place[node]] += nbytes_of(node)
             freed[last.get(node, place[node])] += nbytes_of(node)
     return made, freed
-
-
-# -- times ----------------------------------------------------------------------------------------------------------------
-
-
-def _work_of(kernel: Kernel, hardware: Hardware) -> tuple[int, int, float]:
-    """Return FLOPs, bytes moved and seconds of one run."""
-    flops = _flops_of(kernel.op)
-    moved_bytes = sum(nbytes_of(n) for n in (*kernel.values, *kernel.sources))
-    if is_generated(kernel.op):
-        return flops, moved_bytes, FUSED * hardware.seconds(0, moved_bytes)
-    moved_bytes = nbytes_of(kernel.op) + sum(nbytes_of(n) for n in kernel.op.all_input_nodes)
-    return flops, moved_bytes, hardware.seconds(flops, moved_bytes)
-
-
-def _seconds_of(node: fx.Node, hardware: Hardware) -> float:
-    if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
-        return 0.0
-    moved_bytes = nbytes_of(node) + (0 if is_pointwise(node) else sum(nbytes_of(n) for n in node.all_input_nodes))
-    return (FUSED if is_generated(node) else 1.0) * hardware.seconds(_flops_of(node), moved_bytes)
-
-
-def _flops_of(node: fx.Node) -> int:
-    if not isinstance(node.target, OpOverload):
-        return 0
-    args, kwargs = tree_map_only(fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
-    return flops_of(node.target, args, kwargs, node.meta.get("val"))
