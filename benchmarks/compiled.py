@@ -35,7 +35,7 @@ from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import run_step
 
 SEED = 7
-TORCH_BUDGETS = (1.0, 0.75, 0.5)
+TORCH_BUDGETS = (1.0, 0.5)
 SHARES = (0.8, 0.65)
 """fxmem's budgets: shares of what keeping all takes above parameters, batch and optimizer state."""
 

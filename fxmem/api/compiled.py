@@ -11,24 +11,25 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from fxmem.api.arguments import Options, check_model, check_optimizable, example_of, settings_of, with_options
 from fxmem.api.budget import parse_budget
 from fxmem.capture.graph import Inputs
-from fxmem.compiled.backend import Backend, CompiledReport, Planned
-from fxmem.compiled.refusals import check_settings
+from fxmem.compiled.report import CompiledEstimate, CompiledReport
 from fxmem.compiled.surroundings import Surroundings, surroundings_of, with_loss
-from fxmem.errors import InputError, NotPlannedError, in_units
+from fxmem.errors import InputError, NotPlannedError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
-from fxmem.ir import PlainData
 from fxmem.passes.context import Settings
 from fxmem.profiling.training_step import ONCE
 from fxmem.progress import CAPTURE_SECONDS, told
+
+if TYPE_CHECKING:
+    from fxmem.compiled.backend import Backend
 
 BACKENDS = ("eager", "inductor")
 
@@ -59,6 +60,8 @@ def backend(
     Errors, when the first training call compiles: ``InfeasibleBudgetError`` with the least peak that was reached,
     ``InputError`` for settings of torch that no budget can be promised with.
     """
+    from fxmem.compiled.backend import Backend  # which imports Inductor, for seconds
+
     settings = _settings_of(options)
     bound = parse_budget(budget_gb, budget, torch.nn.Module(), budget_mb=budget_mb)
     return Backend(_with_budget(settings, bound.nbytes, bound.share))
@@ -89,6 +92,8 @@ class CompiledNamespace:
         self.original = original
         """The model as it was given."""
         self.settings = settings
+        from fxmem.compiled.backend import Backend
+
         self._backend = Backend(settings, self._around)
         self._call: Callable[..., Any] = torch.compile(
             original.forward, backend=self._backend, fullgraph=True, dynamic=False
@@ -117,6 +122,8 @@ class CompiledNamespace:
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan for a call like this one; nothing runs and no kernel is compiled. Errors: as :func:`fxmem.optimize`."""
+        from fxmem.compiled.backend import Planned
+
         self._backend.only_plan = True
         try:
             self.call(args, kwargs)
@@ -176,6 +183,8 @@ def compiled_module(
     options: Options,
 ) -> CompiledModule:
     """Return ``model`` compiled under a budget, planned for the example if there is one."""
+    from fxmem.compiled.refusals import check_settings
+
     check_optimizable(model)
     check_settings({})
     settings = _settings_of(options)
@@ -202,24 +211,6 @@ def compiled_module(
 
 
 # -- estimates ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledEstimate(PlainData):
-    """What one compiled training step takes that recomputes nothing but what is free."""
-
-    peak_bytes: int
-    """Of the whole step, allocated."""
-    fixed_bytes: int
-    """Of it: parameters, buffers, batch and the optimizer's state."""
-    saved_bytes: int
-    """Alive between forward and backward."""
-
-    def __str__(self) -> str:
-        return (
-            f"compiled step: peak {in_units(self.peak_bytes)}, of it parameters, batch and optimizer "
-            f"{in_units(self.fixed_bytes)}; between forward and backward {in_units(self.saved_bytes)}"
-        )
 
 
 def compiled_estimate(

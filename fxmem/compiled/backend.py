@@ -23,9 +23,10 @@ from fxmem.compiled.joint import JointGraph
 from fxmem.compiled.kernels import Kernels, profile_of
 from fxmem.compiled.lower import compiled, frame_of_compilation, passing_dynamo, signature_of, without_duplicates
 from fxmem.compiled.refusals import check_frame, check_inputs, check_settings
+from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.surroundings import Surroundings, surroundings_of
-from fxmem.errors import FxMemError, InfeasibleBudgetError, in_units
-from fxmem.ir import FrontierPoint, GraphProfile, PlainData
+from fxmem.errors import FxMemError, InfeasibleBudgetError
+from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.passes.context import Settings
 from fxmem.pipeline import frontier_of
 from fxmem.profiling.roofline import Hardware, hardware_for
@@ -33,38 +34,6 @@ from fxmem.progress import stage
 
 MOST_KEPT = 32
 """Graphs whose candidates are remembered in a process."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledReport(PlainData):
-    """What was planned for one compiled training step. Bytes are those of the whole step, as allocated."""
-
-    budget_bytes: int | None
-    predicted_peak_bytes: int
-    """Of the code that Inductor generated for the plan, run on fakes."""
-    keep_all_peak_bytes: int
-    """Of the same step with nothing recomputed but what is free."""
-    fixed_bytes: int
-    """Of the peak: parameters, buffers, batch, optimizer state."""
-    saved_bytes: int
-    """Alive between forward and backward."""
-    overhead_ratio: float
-    """Estimated time of the step over that of keeping all, less 1."""
-    num_kernels: int
-    num_recomputed: int
-    """Values in memory that the plan drops and makes again."""
-    num_lowered: int
-    """Plans whose code was generated and judged."""
-    plan_seconds: float
-
-    def __str__(self) -> str:
-        budget = "no budget" if self.budget_bytes is None else f"budget {in_units(self.budget_bytes)}"
-        return (
-            f"compiled step: peak {in_units(self.predicted_peak_bytes)} ({budget}; keeping all "
-            f"{in_units(self.keep_all_peak_bytes)}; parameters, batch and optimizer {in_units(self.fixed_bytes)}), "
-            f"{self.num_recomputed} of {self.num_kernels} kernels run again, time {self.overhead_ratio:+.1%} "
-            f"(estimate); planned in {self.plan_seconds:.1f} s, {self.num_lowered} plans lowered"
-        )
 
 
 @dataclass(frozen=True, slots=True)

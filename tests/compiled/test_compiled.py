@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
@@ -47,12 +50,13 @@ def measured_peak_bytes(model: nn.Module, x: torch.Tensor, y: torch.Tensor, forw
     return sum(t.nbytes for t in (*model.parameters(), x, y, *state)) + allocator_rise_bytes(step)
 
 
+@pytest.mark.slow
 def test_estimate_tells_the_compiled_steps_peak_and_nothing_runs() -> None:
     model, (x, y) = Net(), batch()
     before = torch.get_rng_state()
     found = fxmem.estimate(model, x, loss_fn=F.cross_entropy, targets=y, **OPTIONS)
     assert torch.equal(before, torch.get_rng_state())
-    assert found.fixed_bytes > 3 * sum(p.nbytes for p in model.parameters())
+    assert found.fixed_bytes >= 3 * sum(p.nbytes for p in model.parameters())
     assert found.fixed_bytes < found.saved_bytes < found.peak_bytes
     assert "compiled step: peak" in str(found)
 
@@ -84,14 +88,14 @@ def test_peak_is_the_predicted_one_and_gradients_are_the_compilers_own(share: fl
 def test_a_budget_that_no_plan_fits_is_refused_before_compiling() -> None:
     model, (x, _) = Net(), batch()
     with pytest.raises(fxmem.InfeasibleBudgetError, match="least reachable peak") as caught:
-        fxmem.optimize(model, x, budget_mb=0.2, **OPTIONS)
-    assert caught.value.least_bytes > 200_000
+        fxmem.optimize(model, x, budget_mb=0.1, **OPTIONS)
+    assert caught.value.least_bytes > 100_000
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_backend_for_torch_compile_refuses_what_does_not_fit() -> None:
     model, (x, y) = Net(), batch()
-    backend = fxmem.backend(budget_mb=0.2, cost="cpu", plan_seconds=2.0)
+    backend = fxmem.backend(budget_mb=0.1, cost="cpu", plan_seconds=2.0)
     with pytest.raises(fxmem.InfeasibleBudgetError, match="least reachable peak"):
         torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend=backend)(x, y)
 
@@ -132,8 +136,6 @@ def test_unknown_backends_are_refused() -> None:
 
 
 def test_a_compiled_module_is_not_copied() -> None:
-    import copy
-
     with pytest.raises(fxmem.InputError, match=r"copy module\.fxmem\.original"):
         copy.deepcopy(fxmem.optimize(Net(), **OPTIONS))
 
@@ -147,16 +149,12 @@ def test_a_compiled_module_is_not_copied() -> None:
     ],
 )
 def test_settings_that_no_budget_covers_are_refused(setting: dict[str, Any], message: str) -> None:
-    from torch._inductor import config
-
-    with config.patch(setting), pytest.raises(fxmem.InputError, match=message):
+    with inductor_config.patch(setting), pytest.raises(fxmem.InputError, match=message):
         fxmem.optimize(Net(), torch.randn(2, 32), **OPTIONS)
 
 
 def test_torchs_own_budget_below_1_is_refused() -> None:
-    from torch._functorch import config
-
-    with config.patch(activation_memory_budget=0.5), pytest.raises(fxmem.InputError, match="leave it at 1"):
+    with functorch_config.patch(activation_memory_budget=0.5), pytest.raises(fxmem.InputError, match="leave it at 1"):
         fxmem.optimize(Net(), torch.randn(2, 32), **OPTIONS)
 
 

@@ -1,0 +1,58 @@
+"""What is told of a compiled step: plain data, without Inductor, whose import takes seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxmem.errors import in_units
+from fxmem.ir import PlainData
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledReport(PlainData):
+    """What was planned for one compiled training step. Bytes are those of the whole step, as allocated."""
+
+    budget_bytes: int | None
+    predicted_peak_bytes: int
+    """Of the code that Inductor generated for the plan, run on fakes."""
+    keep_all_peak_bytes: int
+    """Of the same step with nothing recomputed but what is free."""
+    fixed_bytes: int
+    """Of the peak: parameters, buffers, batch, optimizer state."""
+    saved_bytes: int
+    """Alive between forward and backward."""
+    overhead_ratio: float
+    """Estimated time of the step over that of keeping all, less 1."""
+    num_kernels: int
+    num_recomputed: int
+    """Values in memory that the plan drops and makes again."""
+    num_lowered: int
+    """Plans whose code was generated and judged."""
+    plan_seconds: float
+
+    def __str__(self) -> str:
+        budget = "no budget" if self.budget_bytes is None else f"budget {in_units(self.budget_bytes)}"
+        return (
+            f"compiled step: peak {in_units(self.predicted_peak_bytes)} ({budget}; keeping all "
+            f"{in_units(self.keep_all_peak_bytes)}; parameters, batch and optimizer {in_units(self.fixed_bytes)}), "
+            f"{self.num_recomputed} of {self.num_kernels} kernels run again, time {self.overhead_ratio:+.1%} "
+            f"(estimate); planned in {self.plan_seconds:.1f} s, {self.num_lowered} plans lowered"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledEstimate(PlainData):
+    """What one compiled training step takes that recomputes nothing but what is free."""
+
+    peak_bytes: int
+    """Of the whole step, allocated."""
+    fixed_bytes: int
+    """Of it: parameters, buffers, batch and the optimizer's state."""
+    saved_bytes: int
+    """Alive between forward and backward."""
+
+    def __str__(self) -> str:
+        return (
+            f"compiled step: peak {in_units(self.peak_bytes)}, of it parameters, batch and optimizer "
+            f"{in_units(self.fixed_bytes)}; between forward and backward {in_units(self.saved_bytes)}"
+        )
