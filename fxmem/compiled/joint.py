@@ -76,7 +76,8 @@ class JointGraph:
 
 
 def outputs_of(graph_module: fx.GraphModule) -> tuple[Any, ...]:
-    return tuple(graph_module.graph.output_node().args[0])
+    outputs: Any = graph_module.graph.output_node().args[0]
+    return tuple(outputs)
 
 
 def is_tangent(node: fx.Node) -> bool:

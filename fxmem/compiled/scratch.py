@@ -51,7 +51,7 @@ def _measured(op: OpOverload, args: Any, kwargs: Any) -> int:
     """Return the peak of what is allocated in one run, above what is left of it."""
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         result = op(*args, **kwargs)
-    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results: Any = profiler.profiler.kineto_results
     events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
     live = peak = 0
     for event in events:
