@@ -21,8 +21,8 @@ from fxmem.compiled.choice import Candidates
 from fxmem.compiled.fakerun import StepRun, run_step
 from fxmem.compiled.joint import JointGraph
 from fxmem.compiled.kernels import Kernels, profile_of
-from fxmem.compiled.lower import compiled, frame_of_compilation, passing_dynamo, signature_of, without_duplicates
-from fxmem.compiled.refusals import check_frame, check_inputs, check_settings
+from fxmem.compiled.lower import compilation_now, compiled, passing_dynamo, signature_of, without_duplicates
+from fxmem.compiled.refusals import check_inputs, check_one_graph, check_settings
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.surroundings import Surroundings, surroundings_of
 from fxmem.errors import FxMemError, InfeasibleBudgetError
@@ -71,7 +71,7 @@ class Backend:
         self.settings, self.only_plan = settings, False
         self.reports: list[CompiledReport] = []
         self._around = around or self._of_graph
-        self._frame: object = None
+        self._compilation: tuple[object, object] | None = None
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         try:
@@ -85,13 +85,13 @@ class Backend:
     def _partition(
         self, tensors: Sequence[torch.Tensor], joint: fx.GraphModule, num_outputs: int, static: Sequence[int] | None
     ) -> emit.Partitioned:
-        frame = frame_of_compilation()
-        check_frame(frame, self._frame)
-        self._frame = frame
+        compilation = compilation_now()
+        check_one_graph(compilation, self._compilation)
         parts, report = plan_graph(joint, num_outputs, static, self._around(tensors), self.settings)
         self.reports.append(report)
         if self.only_plan:
             raise Planned
+        self._compilation = compilation
         return parts
 
     def _of_graph(self, tensors: Sequence[torch.Tensor]) -> Surroundings:

@@ -89,10 +89,11 @@ def settings_now() -> Settings:
     )
 
 
-def frame_of_compilation() -> object:
-    """Return what tells the code that Dynamo compiles now: the same for other sizes of it, another after a graph break."""
+def compilation_now() -> tuple[object, object]:
+    """Return which code Dynamo compiles now (the same for other sizes of it, another after a graph break), and the how
+    manieth time it does."""
     current = CompileContext.current_compile_id()
-    return None if current is None else current.frame_id
+    return (None, None) if current is None else (current.frame_id, current.frame_compile_id)
 
 
 def passing_dynamo(error: FxMemError) -> FxMemError:

@@ -47,9 +47,13 @@ def check_inputs(inputs: Sequence[Any]) -> None:
         raise InputError(f"a compiled step is planned on the CPU and on CUDA, not on {', '.join(sorted(unknown))}")
 
 
-def check_frame(frame: object, seen: object) -> None:
-    """Errors: ``InputError`` if the step has a second training graph: each would be planned as if it were alone."""
-    if seen is not None and frame != seen:
+def check_one_graph(now: tuple[object, object], before: tuple[object, object] | None) -> None:
+    """Errors: ``InputError`` if the step has a second training graph: each would be planned as if it were alone.
+
+    ``now``, ``before``: what :func:`fxmem.compiled.lower.compilation_now` told of this graph and the one before. A graph
+    break shows as other code, a graph that DistributedDataParallel cuts up as the same compilation once more.
+    """
+    if before is not None and (now[0] != before[0] or now == before):
         raise InputError(
             "the step is in several compiled graphs (a graph break, DistributedDataParallel's buckets, or two compiled "
             "models with one backend), and a budget is over one. torch.compile(..., fullgraph=True) shows where the model "

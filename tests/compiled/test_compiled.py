@@ -16,6 +16,7 @@ from torch._inductor import config as inductor_config
 
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
+from fxmem.compiled.refusals import check_one_graph
 from tests.compiled.models import OPTIONS, Net, batch
 
 
@@ -169,6 +170,14 @@ def test_symbolic_sizes_are_refused() -> None:
     function = torch.compile(Net(), backend=fxmem.backend(budget_gb=1), dynamic=True)
     with pytest.raises(fxmem.InputError, match="dynamic=False"):
         function(torch.randn(3, 32))
+
+
+def test_a_second_graph_in_one_compilation_is_refused() -> None:
+    check_one_graph((0, 0), None)
+    check_one_graph((0, 1), (0, 0))
+    for second in ((0, 0), (1, 0)):
+        with pytest.raises(fxmem.InputError, match="several compiled graphs"):
+            check_one_graph(second, (0, 0))
 
 
 @pytest.mark.exhaustive
