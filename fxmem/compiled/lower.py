@@ -90,8 +90,8 @@ def settings_now() -> Settings:
 
 
 def compilation_now() -> tuple[object, object]:
-    """Return which code Dynamo compiles now (the same for other sizes of it, another after a graph break), and the how
-    manieth time it does."""
+    """Return which code Dynamo compiles now (the same for other sizes of it, another after a graph break), and how
+    often it did before."""
     current = CompileContext.current_compile_id()
     return (None, None) if current is None else (current.frame_id, current.frame_compile_id)
 
