@@ -41,6 +41,7 @@ def options_of(entry_point: Callable[..., Any]) -> dict[str, Any]:
         "budget",
         "budget_gb",
         "device",
+        "backend",
     }
     return {p.name: p.default for p in parameters if p.name not in own}
 

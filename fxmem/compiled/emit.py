@@ -29,9 +29,10 @@ def partition(kernels: Kernels, profile: GraphProfile, plan: Plan, static_inputs
     """Return forward and backward under ``plan``. ``static_inputs``: places of inputs at fixed addresses."""
     joint = _Writer(kernels, profile, plan).written()
     inputs = None if static_inputs is None else list(static_inputs)
-    return default_partition(
+    parts: Partitioned = default_partition(
         joint, None, num_fwd_outputs=kernels.joint.num_outputs, static_lifetime_input_indices=inputs
-    )  # type: ignore[no-any-return]
+    )
+    return parts
 
 
 class _Writer:

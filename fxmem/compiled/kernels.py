@@ -113,7 +113,9 @@ def profile_of(kernels: Kernels, around: Surroundings, hardware: Hardware) -> Gr
     values, joint = kernels.values, kernels.joint
     index = {value: i for i, value in enumerate(values)}
     first, last = _uses_in_backward(kernels)
-    nodes, recipes, recipe_of = [], [], {}
+    nodes: list[NodeProfile] = []
+    recipes: list[Recipe] = []
+    recipe_of: dict[fx.Node, int] = {}
     for i, kernel in enumerate(kernels.kernels):
         reads, creates = tuple(index[s] for s in kernel.sources), tuple(index[v] for v in kernel.values)
         flops, moved_bytes, seconds = work_of(kernel.op, kernel.sources, kernel.values, hardware)

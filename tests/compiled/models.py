@@ -18,11 +18,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A block and a head; ``breaks``: with a graph break between them."""
+    """Blocks and a head; ``breaks``: with a graph break between them."""
 
-    def __init__(self, width: int = 32, *, breaks: bool = False) -> None:
+    def __init__(self, width: int = 32, *, blocks: int = 1, breaks: bool = False) -> None:
         super().__init__()
-        self.first = Block(width)
+        self.first = nn.Sequential(*(Block(width) for _ in range(blocks)))
         self.head = nn.Linear(width, 10)
         self.breaks = breaks
 
