@@ -203,7 +203,7 @@ def compiled_module(
         types.new_class(kind.__name__, (CompiledModule, kind), {}, lambda own: own.update(members))
     )
     object.__setattr__(made, "__dict__", model.__dict__)
-    if example != (None, None):
+    if any(given is not None for given in example):
         inputs = example_of(model, *example)
         with told(f"planning the compiled step of {kind.__name__}", CAPTURE_SECONDS + settings.plan_seconds):
             made.fxmem.prepare(*inputs.call())
