@@ -1,0 +1,36 @@
+"""What ops take inside is measured on the CPU, once for each layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fxmem.compiled import scratch
+from fxmem.torch_private import FakeTensorMode
+
+aten = torch.ops.aten
+
+
+def test_what_an_op_holds_inside_is_measured_once_on_fakes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        x = torch.empty(100, 100)
+        found = scratch.scratch_bytes(aten.logsumexp.default, (x, [1]), {})
+        assert found >= x.nbytes, "the exponentials are all there before they are summed"
+
+        def again(*args: Any) -> int:
+            raise AssertionError("measured twice")
+
+        monkeypatch.setattr(scratch, "_measured", again)
+        assert scratch.scratch_bytes(aten.logsumexp.default, (x, [1]), {}) == found
+
+
+def test_an_op_that_takes_nothing_inside_counts_nothing() -> None:
+    assert scratch.scratch_bytes(aten.relu.default, (torch.empty(64),), {}) == 0
+
+
+def test_random_ops_are_not_run_to_be_measured() -> None:
+    before = torch.get_rng_state()
+    assert scratch.scratch_bytes(aten.bernoulli.default, (torch.ones(64),), {}) == 0
+    assert torch.equal(before, torch.get_rng_state())
