@@ -83,12 +83,14 @@ class _Run:
         tracker.peak_bytes = self._scratch_peak = 0
         with torch.no_grad(), self._mode:
             args = [*kept, *(self._blank(n.meta["val"]) for n in tangents)]
-            tracker.hold(t for t in args[len(kept) :] if isinstance(t, torch.Tensor))
-            del kept  # and nobody else holds tangents: the code lets go of them when it has read them
+            given = [t for t in args[len(kept) :] if isinstance(t, torch.Tensor)]
+            tracker.hold(given)
+            root = [t for t in given if t.numel() == 1]  # of a loss, which the backward holds to its end
+            del kept, given  # and nobody else holds tangents: the code lets go of them when it has read them
             with tracker:
                 gradients = backward(args)
         backward_peak, end = max(tracker.peak_bytes, self._scratch_peak), tracker.live_bytes
-        del outputs, gradients, inputs
+        del outputs, gradients, inputs, root
         fixed = around.fixed_bytes
         peak = fixed + max(
             forward_peak,

@@ -80,7 +80,8 @@ def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surround
         learning = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         with tracker:
             loss = default_loss(output) if loss_fn is None else loss_fn(output)
-            gradients = torch.autograd.grad(loss, learning, allow_unused=True)
+            root = torch.ones_like(loss)  # which a backward holds to its end
+            gradients = torch.autograd.grad(loss, learning, root, allow_unused=True)
         gradient_bytes = _storage_bytes(g for g in gradients if g is not None)
     fixed_bytes = around.fixed_bytes + _storage_bytes(t for t in targets if isinstance(t, torch.Tensor))
     held_bytes = tracker.live_bytes - gradient_bytes
