@@ -28,7 +28,7 @@ from fxmem.emitted import (
     least_of,
     with_budget,
 )
-from fxmem.ir import FrontierPoint, GraphProfile, Plan
+from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Plan
 from fxmem.passes.compress_saved import CompressSaved, notes_of
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.passes.contract import Pass, run_passes
@@ -44,11 +44,12 @@ from fxmem.planners.simulate import simulate
 from fxmem.profiling.op_benchmark import with_measured_times
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
-from fxmem.profiling.verify import eager_step, verify
+from fxmem.profiling.verify import eager_step, emitted_step, verify
 from fxmem.progress import stage
 from fxmem.report.modules import module_rows
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
+from fxmem.runtime.step_in_backward import has_foreign_hooks
 from fxmem.torch_patches import as_in_training
 
 __all__ = ["CompileContext", "Compiled", "Settings", "compile_model"]
@@ -116,7 +117,7 @@ def compile_model(
         peak_step=emitted.timeline.peak_step,
         bound_seconds=lower_bound(profile, settings.budget_bytes or point.peak_bytes, point.recompute_seconds),
         plan_seconds=time.perf_counter() - start,
-        notes=_notes(settings, profiled.captured),
+        notes=_notes(settings, profiled.captured, _stepped_in_backward(profiled, context, emitted)),
         inplace=graph.inplace,
         cuda=emitted.cuda,
         modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
@@ -270,7 +271,20 @@ def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor
 # -- what the user is told --------------------------------------------------------------------------------------------
 
 
-def _notes(settings: Settings, captured: CaptureGraph) -> tuple[str, ...]:
+def _stepped_in_backward(profiled: Profiled, context: CompileContext, emitted: Emitted) -> tuple[ChoiceMade, ...]:
+    """Return what steps in the backward bring: the peak of the same plan in an ordinary step is the measure."""
+    step = context.step
+    if not step.in_backward:
+        return ()
+    ordinary = emitted_step(
+        emitted.graph_module, profiled.captured, context.inputs, replace(step, in_backward=False), profiled.seen
+    )
+    brought_bytes = ordinary.peak_bytes - emitted.verification.verified_bytes
+    what = "parameters are stepped within the backward and gradients let go of, which changes no bit"
+    return (ChoiceMade("optimizer_in_backward", what, brought_bytes),)
+
+
+def _notes(settings: Settings, captured: CaptureGraph, made: tuple[ChoiceMade, ...] = ()) -> tuple[str, ...]:
     notes = []
     step = settings.step
     if step.optimizer is None:
@@ -281,11 +295,11 @@ def _notes(settings: Settings, captured: CaptureGraph) -> tuple[str, ...]:
         notes.append("gradients of earlier micro-batches are there at the start of the step")
     if step.loss_fn is None:
         notes.append("the loss is output.loss, or the sum of the outputs where there is none (loss_fn= changes that)")
-    num_hooked = sum(bool(p._backward_hooks or p._post_accumulate_grad_hooks) for p in captured.parameters)
+    num_hooked = sum(has_foreign_hooks(p) for p in captured.parameters)
     if num_hooked:
         notes.append(f"what the hooks on {num_hooked} parameters allocate is not counted")
     if torch.backends.cudnn.benchmark and any(p.is_cuda for p in captured.parameters):
         notes.append(
             "torch.backends.cudnn.benchmark is on: a convolution that runs again may choose another kernel, and bits differ"
         )
-    return (*notes, *notes_of(captured), *map(str, captured.choices))
+    return (*notes, *notes_of(captured), *map(str, (*captured.choices, *made)))
