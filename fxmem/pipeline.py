@@ -29,6 +29,7 @@ from fxmem.emitted import (
     with_budget,
 )
 from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Plan
+from fxmem.passes.chunk import Chunk
 from fxmem.passes.compress_saved import CompressSaved, notes_of
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.passes.contract import Pass, run_passes
@@ -58,6 +59,8 @@ PASSES: tuple[Pass, ...] = (Inplace(),)
 """Of every graph."""
 PASSES_FOR_SHORT_MEMORY: tuple[Pass, ...] = (CompressSaved(),)
 """Then, of those whose step does not fit its budget as it is: these cost time."""
+PASSES_BELOW_THE_FLOOR: tuple[Pass, ...] = (Chunk(),)
+"""Of these too, before all others, if they are allowed: they change numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,8 @@ def compile_model(
     settings = context.settings
     emitted = emit_if_all_fits(profiled, context)
     if emitted is None:
-        profiled = context.profile_of(run_passes(graph, PASSES_FOR_SHORT_MEMORY, context))
+        graph = short_of_memory(captured, graph, context)
+        profiled = context.profile_of(graph)
         profiled, emitted = emit_taken_over(profiled, context, earlier)
     if emitted is None:
         profiled = with_times(profiled, context)
@@ -113,7 +117,7 @@ def compile_model(
         eager_peak_bytes=eager.peak_bytes,
         least_bytes=floor_bytes(profiled, context, planned.points, emitted)
         if planned
-        else UnplannedFloor.of(graph, context),
+        else UnplannedFloor.of(captured, graph, context),
         peak_step=emitted.timeline.peak_step,
         bound_seconds=lower_bound(profile, settings.budget_bytes or point.peak_bytes, point.recompute_seconds),
         plan_seconds=time.perf_counter() - start,
@@ -140,8 +144,15 @@ def peak_of(compiled: Compiled, context: CompileContext) -> int:
 def profile_for_short_memory(captured: CaptureGraph, context: CompileContext) -> Profiled:
     """Return the profile that plans are made on where a step does not fit as it is, with the times asked for."""
     stage("profiling")
-    graph = run_passes(captured, (*PASSES, *PASSES_FOR_SHORT_MEMORY), context)
+    graph = short_of_memory(captured, run_passes(captured, PASSES, context), context)
     return with_times(context.profile_of(graph), context)
+
+
+def short_of_memory(captured: CaptureGraph, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
+    """Return what is planned where a step does not fit as it is. ``graph``: what :data:`PASSES` made of ``captured``."""
+    below = run_passes(captured, PASSES_BELOW_THE_FLOOR, context)
+    graph = graph if below is captured else run_passes(below, PASSES, context)
+    return run_passes(graph, PASSES_FOR_SHORT_MEMORY, context)
 
 
 def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
@@ -220,20 +231,23 @@ class CallScope:
 class UnplannedFloor:
     """The least peak of a step that was not planned for: planned for once, when it is asked for."""
 
+    captured: CaptureGraph
     graph: CaptureGraph
+    """What :data:`PASSES` made of it."""
     context: CompileContext
     """Without the batch, which is not kept for this."""
     scope: CallScope
     _known: int | None = field(default=None)
 
     @staticmethod
-    def of(graph: CaptureGraph, context: CompileContext) -> UnplannedFloor:
-        return UnplannedFloor(graph, context.without_values(), CallScope.around(context.profile_of(graph).devices))
+    def of(captured: CaptureGraph, graph: CaptureGraph, context: CompileContext) -> UnplannedFloor:
+        scope = CallScope.around(context.profile_of(graph).devices)
+        return UnplannedFloor(captured, graph, context.without_values(), scope)
 
     def __call__(self) -> int:
         if self._known is None:
             with self.scope.entered():
-                graph = run_passes(self.graph, PASSES_FOR_SHORT_MEMORY, self.context)
+                graph = short_of_memory(self.captured, self.graph, self.context)
                 profiled = with_times(self.context.profile_of(graph), self.context)
                 points = frontier_of(profiled.profile, self.context.settings)
                 self._known = floor_bytes(profiled, self.context, points)
