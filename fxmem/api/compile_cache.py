@@ -24,6 +24,7 @@ from fxmem.capture.guards import ModelStates, arguments_of, constants_of
 from fxmem.capture.written_state import Before
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
 from fxmem.ir import Plan
+from fxmem.microbatch import compile_in_pieces
 from fxmem.partial import RunPart, Serve, compile_in_parts, run_part
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
@@ -273,10 +274,12 @@ class CompileCache:
         return self._planned(family, captured, inputs, autocast)
 
     def _planned(self, family: Family, captured: CaptureGraph, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        context = CompileContext(self._model, inputs, self._settings, autocast)
         try:
-            context = CompileContext(self._model, inputs, self._settings, autocast)
             compiled = compile_model(context, captured, family.planned)
         except InfeasibleBudgetError as error:
+            if "microbatch" in self._settings.allow:
+                return compile_in_pieces(context, error)
             if not captured.dynamic:
                 raise
             try:

@@ -129,8 +129,19 @@ def step_in_parts(
                 stack.enter_context(mode)
             return model(*args, **kwargs)
 
-    whole = torch.nn.ModuleList([model, *(emitted for _, _, emitted in parts)])
-    like = EagerCall(tuple(model.parameters()), autocast)
+    return step_run_by(forward, model, [emitted for _, _, emitted in parts], inputs, step, autocast)
+
+
+def step_run_by(
+    forward: Callable[[list[Any]], Any],
+    model: torch.nn.Module,
+    others: Sequence[torch.nn.Module],
+    inputs: Inputs,
+    step: TrainingStep,
+    autocast: Autocast | None,
+) -> FakeStep:
+    """Return what a training step of ``model`` takes whose forward is another one. ``others``: modules that run it."""
+    whole, like = torch.nn.ModuleList([model, *others]), EagerCall(tuple(model.parameters()), autocast)
     with tensors_restored(model):
         return _ran(_Subject(forward, whole, model), like, inputs, step, None)
 

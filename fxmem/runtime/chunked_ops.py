@@ -136,7 +136,7 @@ class _Loss(torch.autograd.Function):
         return total * factor
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         gradients = ctx.gradients
         if gradients is None:
@@ -206,7 +206,7 @@ class _Rows(torch.autograd.Function):
         return result if op.flat else result.view(*x.shape[:-1], result.shape[-1])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         op, needs = ctx.op, ctx.needs_input_grad[1:]
