@@ -81,7 +81,7 @@ def test_samples_apart_are_let_pass(function: Callable[[torch.Tensor], torch.Ten
         check(model, torch.randn(4, 8))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_models_of_others_are_told_apart() -> None:
     models, timm = import_library("torchvision").models, import_library("timm")
     image = torch.randn(4, 3, 64, 64)
