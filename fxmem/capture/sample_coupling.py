@@ -222,7 +222,7 @@ def _aligned_from_first(node: fx.Node) -> bool:
 _RULES: tuple[tuple[frozenset[Any], Callable[[fx.Node], bool]], ...] = (
     (ANYWHERE, lambda node: True),
     (FIRST, _first),
-    (frozenset({aten.embedding}), lambda node: not batch_dims_of(node.args[0])),
+    (frozenset({aten.embedding}), lambda node: not batch_dims_of(node.all_input_nodes[0])),
     (ALONG, _along_others),
     (VIEWS, _viewed),
     (NORMS, _normed),

@@ -6,8 +6,8 @@ linear layer or several on one input, pointwise ops, and a linear layer on their
 
 Which are put in pieces, and in how many: heads first, since that takes no time, then MLPs too, whose forward runs once
 more; each with k = 4, 16, 64, until the step with all recomputed keeps the budget or its peak falls no further. Chains with
-dropout inside are left alone (eager's mask is one draw for all rows), and so are all under autocast. Not found are losses
-put together from other ops, scores that are transposed, and convolutions.
+dropout inside are left alone (eager's mask is one draw for all rows). Not found are losses put together from other ops,
+scores that are transposed or of float16, convolutions, and layers in an autocast region of the model's own.
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ class Chunk:
         return "chunk" in settings.allow
 
     def apply(self, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
-        if graph.autocast is not None or graph.autocast_device is not None:
-            return _with(graph, ChoiceMade("chunk", "nothing is in pieces: the model runs under autocast", 0))
         heads, left = heads_of(graph.graph_module.graph)
         mlps = mlps_of(graph.graph_module.graph)
         whole_bytes = best_bytes = _least_bytes(graph, context)
