@@ -16,7 +16,7 @@ from torch import fx
 
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.value_guards import seeing_values
-from fxmem.errors import VerificationError
+from fxmem.errors import InputError, VerificationError
 from fxmem.fake.fake_tensors import BranchReads, FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.ir import Phase, Timeline, Verification
@@ -60,6 +60,8 @@ def emitted_step(
     try:
         subject = _Subject(lambda leaves: captured.call(emitted, leaves), emitted, captured.graph_module)
         return _ran(subject, captured, inputs, step, seen)
+    except InputError:  # of the loss or the optimizer
+        raise
     except Exception as error:
         overwritten = "modified by an inplace operation" in str(error)
         remedy = (
