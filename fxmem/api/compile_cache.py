@@ -281,16 +281,19 @@ class CompileCache:
             with suppress(InfeasibleBudgetError):  # its own size may fit
                 compiled = self._planned(family, captured, larger, autocast)
                 return self._at_other_size(compiled, inputs, autocast)
-        return self._planned(family, captured, inputs, autocast)
+        try:
+            return self._planned(family, captured, inputs, autocast)
+        except InfeasibleBudgetError as error:
+            if "microbatch" not in self._settings.allow:
+                raise
+            return compile_in_pieces(CompileContext(self._model, inputs, self._settings, autocast), error)
 
     def _planned(self, family: Family, captured: CaptureGraph, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         context = CompileContext(self._model, inputs, self._settings, autocast)
         try:
             compiled = compile_model(context, captured, family.planned)
         except InfeasibleBudgetError as error:
-            if "microbatch" in self._settings.allow:
-                return compile_in_pieces(context, error)
-            if not captured.dynamic:
+            if not captured.dynamic or "microbatch" in self._settings.allow:
                 raise
             try:
                 largest = self._largest_batch(captured, inputs, error.budget_bytes)

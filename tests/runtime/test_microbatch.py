@@ -147,3 +147,18 @@ def test_gradients_that_do_not_reach_the_parameters_are_refused() -> None:
         next(model.parameters()).mul_(1.0)
     with pytest.raises(fxmem.SavedTensorModifiedError, match="a parameter was written to between forward and backward"):
         loss.backward()
+
+
+@pytest.mark.slow
+def test_batches_of_other_sizes_are_planned_too() -> None:
+    model = build()
+    module = optimized(model)
+    for size in (192, 320, 256):
+        x, y = batch(size)
+        F.cross_entropy(module(x), y).backward()
+        ours = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for found, parameter in zip(ours, model.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
+        model.zero_grad()
