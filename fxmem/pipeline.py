@@ -125,6 +125,7 @@ def compile_model(
         inplace=graph.inplace,
         cuda=emitted.cuda,
         modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
+        points=planned.points if planned else (),
     )
     return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
 
