@@ -14,6 +14,8 @@ from fxmem.runtime.joint import JointSteps
 from tests.exactness import NUM_PROGRAMS, PLANS, check, same_bits
 from tests.runtime.models import Net, Smooth, loss_of
 
+pytestmark = pytest.mark.slow
+
 Action = Callable[[nn.Module, Tensor], Any]
 
 
@@ -73,7 +75,6 @@ def _warm(make: Callable[[], nn.Module] = Net) -> tuple[nn.Module, Any, Tensor]:
     return eager, optimized, x
 
 
-@pytest.mark.slow
 def test_steps_as_programs_have_eagers_bits_and_stay_within_the_plan() -> None:
     before = NUM_PROGRAMS[0]
     check(Net, torch.randn(32, 8), loss=loss_of, plans=PLANS[:4])
@@ -145,7 +146,6 @@ def _hooked(model: nn.Module, x: Tensor) -> None:
 STAYING = [_part, _written_output, _used_outside, _hooked, _two_forwards, _micro_batches, _retain]
 
 
-@pytest.mark.slow
 def test_what_autograd_promises_holds_for_programs() -> None:
     eager, optimized, x = _warm()
     for seed, action in enumerate(STAYING):
@@ -154,7 +154,6 @@ def test_what_autograd_promises_holds_for_programs() -> None:
     _assert_same(_plain, eager, optimized, x, 100)
 
 
-@pytest.mark.slow
 def test_a_backward_from_other_outputs_goes_back_to_the_tape() -> None:
     for action in (_own_output, _one_output):
         eager, optimized, x = _warm()
@@ -265,7 +264,6 @@ def test_a_model_that_reads_what_it_writes_stays_on_the_tape() -> None:
     assert _steps(optimized).refusal == "it reads a buffer that it writes"
 
 
-@pytest.mark.slow
 def test_nothing_leaks_in_a_thousand_steps() -> None:
     _, optimized, x = _warm(Smooth)
     counts = []
