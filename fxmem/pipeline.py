@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph
+from fxmem.capture.joint_steps import joint_steps
 from fxmem.emitted import (
     Emitted,
     bound_bytes,
@@ -50,6 +52,7 @@ from fxmem.progress import stage
 from fxmem.report.modules import module_rows
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
+from fxmem.runtime.joint import JointSteps
 from fxmem.runtime.step_in_backward import has_foreign_hooks
 from fxmem.torch_patches import as_in_training
 
@@ -76,6 +79,15 @@ class Compiled:
     """Its frontier, if it was planned for and not taken over."""
     seen: RecordedStep | None = None
     """What other runs of the step may rely on."""
+    joint: JointSteps | None = None
+    """What runs its steps as programs, if that is asked for."""
+
+    def run(self, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """Return the model's output for a call with these leaves, and its leaves."""
+        if self.joint is None:
+            return self.captured.run(self.graph_module, leaves)
+        outputs = self.joint.run(leaves)
+        return self.captured.unflatten(outputs), outputs
 
     @property
     def report(self) -> Report:
@@ -127,7 +139,8 @@ def compile_model(
         modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
         points=planned.points if planned else (),
     )
-    return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
+    joint = joint_steps(profiled.captured, emitted.graph_module, context.inputs)
+    return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen, joint)
 
 
 def peak_of(compiled: Compiled, context: CompileContext) -> int:

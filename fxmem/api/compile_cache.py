@@ -126,7 +126,7 @@ class CompileCache:
         """
         captured = compiled.captured
         if id(compiled) not in self._untried:
-            return captured.run(compiled.graph_module, inputs.leaves)
+            return compiled.run(inputs.leaves)
         before = Before(captured, inputs.leaves)
         try:
             output = captured.run(compiled.graph_module, inputs.leaves)

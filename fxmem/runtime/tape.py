@@ -35,13 +35,8 @@ from fxmem.runtime.autocast import autocast_as_in_forward
 from fxmem.runtime.backend_flags import present, under
 from fxmem.runtime.layout import View, Views, layout_error, layout_message, memory_error
 from fxmem.runtime.out_of_memory import explainer
-from fxmem.runtime.recompute import (
-    RandomStates,
-    SavedInRerun,
-    leaves_of,
-    stash_random_states,
-    without_graph,
-)
+from fxmem.runtime.recompute import SavedInRerun, leaves_of, replayed, stash_random_states, without_graph
+from fxmem.runtime.recording import at_work
 from fxmem.runtime.retained import FOR_GOOD, Holding, RetainedGraph
 from fxmem.runtime.slots import Fresh, Handle, Held, Slot, unpack
 from fxmem.runtime.tape_table import NodeTape, TapeTable
@@ -57,7 +52,8 @@ class Tape:
     ) -> None:
         """``statics``, ``counters``: see :class:`fxmem.runtime.other_sizes.TapeOpener`."""
         self.table = table
-        self.random_states: dict[int, RandomStates] = {}
+        self.random_states: dict[int, replayed] = {}
+        self._recorder = at_work()
         self._views: dict[int, Views] = {}
         self._relaid: dict[int, int] = {}
         """Storages that hold what lies otherwise than planned, each with its identity in this call."""
@@ -79,7 +75,7 @@ class Tape:
         """Run one node of the graph and return its output."""
         node = self.table.nodes[index]
         if node.draws_on:
-            self.random_states[index] = stash_random_states(node.draws_on)
+            self._stash(node)
         if node.loose or self._relaid:
             self._note_views(node, leaves_of((args, kwargs)))
         if node.hooked:
@@ -97,6 +93,10 @@ class Tape:
         if node.connects or node.frees:
             self._connect(node)
         return output
+
+    def _stash(self, node: NodeTape) -> None:
+        states = stash_random_states(node.draws_on)
+        self.random_states[node.index] = replayed(states) if self._recorder is None else self._recorder.stash(states)
 
     def _note_views(self, node: NodeTape, argument_leaves: list[Any]) -> None:
         for place, view in node.arguments if self._relaid else node.loose:
