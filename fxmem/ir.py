@@ -323,3 +323,17 @@ class InplaceDecision(PlainData):
     nbytes: int
     """Bytes it does not allocate, or would not."""
     why_not: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceMade(PlainData):
+    """What one choice that ``allow=`` named did to the step."""
+
+    choice: str
+    what: str
+    """What was done, where, and what that changes in the numbers."""
+    nbytes: int
+    """Bytes that it brought; of what, ``what`` says."""
+
+    def __str__(self) -> str:
+        return f"{self.choice}: {self.what}; it brings {self.nbytes / 1e6:.3f} MB"

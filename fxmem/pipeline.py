@@ -153,6 +153,8 @@ def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
 def frontier_of(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
     """Return the planner's points under the policy; keeping all it lets is always one of them."""
     constrained, recomputed = constrain(profile, settings.policy)
+    if "recompute" not in settings.allow:
+        return (keeping_all(profile),)
     name, seconds = settings.planner, settings.plan_seconds
     points = frontier_cache.load(constrained, name, seconds) if settings.cache else None
     if points is None:
@@ -286,4 +288,4 @@ def _notes(settings: Settings, captured: CaptureGraph) -> tuple[str, ...]:
         notes.append(
             "torch.backends.cudnn.benchmark is on: a convolution that runs again may choose another kernel, and bits differ"
         )
-    return (*notes, *notes_of(captured))
+    return (*notes, *notes_of(captured), *map(str, captured.choices))

@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from fxmem.capture.pytrees import flattened
 from fxmem.capture.value_guards import ValueGuard, all_hold
 from fxmem.errors import InputError
-from fxmem.ir import InplaceDecision, Source
+from fxmem.ir import ChoiceMade, InplaceDecision, Source
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_private import TreeSpec, tree_unflatten
 
@@ -143,6 +143,8 @@ class CaptureGraph:
     """What other sizes of the dynamic dimensions the graph is for."""
     inplace: tuple[InplaceDecision, ...] = ()
     """What was decided of each op that has an in-place form, once that pass has run."""
+    choices: tuple[ChoiceMade, ...] = ()
+    """What opt-in choices did to it."""
     made_from: CaptureGraph | None = None
     """Of an emitted graph: the one that its plan was made for."""
 

@@ -1,0 +1,29 @@
+"""The table of choices: what may be done to a training step so that it takes less memory (``allow=``).
+
+Each row says what a choice changes in the numbers; the two that are allowed by default change none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from fxmem.errors import InputError
+
+CHOICES = {
+    "recompute": "values are dropped and computed once more in the backward; no bit changes",
+    "inplace": "ops that provably may write over their input do; no bit changes",
+}
+"""By name: what it does, and what that changes in the numbers."""
+
+DEFAULT = ("recompute", "inplace")
+
+
+def check_choices(allow: Any) -> frozenset[str]:
+    """Return the choices named. Errors: ``InputError`` for what is no collection of known names."""
+    if isinstance(allow, str) or not isinstance(allow, Collection):
+        raise InputError(f'allow must be a sequence of choices, such as ("recompute", "inplace"), not {allow!r}')
+    unknown = next((name for name in allow if name not in CHOICES), None)
+    if unknown is not None:
+        raise InputError(f"unknown choice {unknown!r} in allow; known: {', '.join(sorted(CHOICES))}")
+    return frozenset(allow)
