@@ -24,7 +24,6 @@ from contextlib import contextmanager
 import torch
 
 from fxmem.runtime.layout import elements
-from fxmem.runtime.slots import Held
 from fxmem.torch_private import FakeTensor
 
 _here = threading.local()
@@ -72,35 +71,20 @@ class HostCopy:
 
 
 class Arriving:
-    """A tensor that is being copied to the device; whoever reads it, waits."""
+    """A tensor that is being copied to the device; whoever reads it waits first."""
 
-    __slots__ = ("_event", "_tensor")
+    __slots__ = ("_event", "tensor")
 
     def __init__(self, tensor: torch.Tensor, event: torch.cuda.Event | None) -> None:
-        self._tensor, self._event = tensor, event
+        self.tensor, self._event = tensor, event
 
-    def get(self) -> torch.Tensor:
-        """Return the tensor, for what is enqueued on the present stream from now on."""
+    def wait(self) -> None:
+        """Let what is enqueued on the present stream from now on wait for the copy."""
         event, self._event = self._event, None
-        _wait_for(event, self._tensor.device)
-        return self._tensor
+        _wait_for(event, self.tensor.device)
 
     def __del__(self) -> None:
-        self.get()
-
-
-class Fetched(Held):
-    """A tensor in a slot that was fetched ahead of its use."""
-
-    __slots__ = ("_arriving",)
-
-    def __init__(self, arriving: Arriving, name: str) -> None:
-        super().__init__(arriving._tensor, name)
-        self._arriving = arriving
-
-    def get(self) -> torch.Tensor:
-        self._arriving.get()
-        return super().get()
+        self.wait()
 
 
 def _stream(tensor: torch.Tensor, way: str) -> torch.cuda.Stream | None:
