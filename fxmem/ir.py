@@ -226,8 +226,11 @@ class Offload(PlainData):
     recipe: int
     after: int | None = None
     """The dropped storage after whose unpacking the fetch is started, ahead of its use; None: when it is asked for."""
+    left: int | None = None
+    """The node of the forward after which the step waits for the copies to be made, and lets go of the originals; None:
+    those after which it refers to them no longer."""
     stall_seconds: float = 0.0
-    """How long the step waits for the link because of it, by :mod:`fxmem.planners.link`."""
+    """How long the step waits for the link because of it, by :mod:`fxmem.planners.offload.link`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,9 +190,9 @@ def _sent(profiled: Profiled, live: _Live) -> tuple[dict[int, list[int]], dict[i
     for s in moved:
         if not profile.storages[s].internal:
             sends.setdefault(profiled.last_writer[s], []).append(s)
-            node = last_used.get(s)
-            assert node is not None, "what the forward lets go of after its end is an output"
-            leaves.setdefault(node, []).append(s)
+        node = last_used.get(s)
+        assert node is not None, "what the forward lets go of after its end is an output"
+        leaves.setdefault(node, []).append(s)
     return sends, leaves
 
 

@@ -5,8 +5,8 @@ of the device; from it, the same bytes on fresh memory of the device.
 
 NOTE [Copies in host memory]
 
-1. On CUDA a copy goes to pinned memory on a stream of its own, once what was enqueued before is done. Whoever lets go of
-   the original first lets the present stream wait for it (:meth:`HostCopy.left`); then its memory is free for what is
+1. On CUDA a copy goes to pinned memory on a stream of its own, once what was enqueued before is done. It holds the original
+   until the present stream has been told to wait for it (:meth:`HostCopy.left`); then its memory is free for what is
    enqueued next, as any other's, and the allocator need not be told of another stream.
 2. The way back is the same: the copy runs on a second stream into memory that the present stream allocated, and whoever
    reads it, or lets go of it unread, waits first (:class:`Arriving`).
@@ -47,7 +47,7 @@ def _on_host() -> Iterator[None]:
 class HostCopy:
     """The bytes of one storage in host memory (NOTE [Copies in host memory])."""
 
-    __slots__ = ("_device", "_host", "_sent")
+    __slots__ = ("_device", "_host", "_original", "_sent")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """``tensor``: any tensor on the storage, whose values are final."""
@@ -56,10 +56,12 @@ class HostCopy:
         with _on_host():
             self._host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=stream is not None)
         self._sent = _copied(self._host, source, stream)
+        self._original: torch.Tensor | None = source
 
     def left(self) -> None:
-        """Let the present stream wait until the copy is made: from then on the original may go."""
+        """Let the present stream wait until the copy is made, and let go of the original."""
         _wait_for(self._sent, self._device)
+        self._original = None
 
     def fetch(self) -> Arriving:
         """Return a copy on fresh memory of the device, which may still be on its way."""

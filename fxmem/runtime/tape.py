@@ -222,7 +222,6 @@ class Tape:
         slot = self._slot(storage)
         if slot.host is None:
             slot.host = HostCopy(tensor)
-            slot.host.left()
 
     def _slot(self, storage: int) -> Slot:
         assert self._open is not None, "the forward is over"

@@ -41,7 +41,7 @@ class NodeTape:
     sends: tuple[tuple[bool, int, int], ...] = ()
     """(from outputs, place, storage): offloaded storages, final after this node, that are copied to host memory then."""
     leaves: tuple[int, ...] = ()
-    """Offloaded storages that the forward lets go of once this node is done: their copies are waited for."""
+    """Offloaded storages whose copies are waited for once this node is done: the forward lets go of them."""
 
 
 @dataclass(frozen=True, slots=True)
