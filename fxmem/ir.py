@@ -336,7 +336,7 @@ class ChoiceMade(PlainData):
     what: str
     """What was done, where, and what that changes in the numbers."""
     nbytes: int
-    """Bytes that it brought; of what, ``what`` says."""
+    """Bytes that it took off the peak."""
 
     def __str__(self) -> str:
-        return f"{self.choice}: {self.what}; it brings {self.nbytes / 1e6:.3f} MB"
+        return f"{self.choice}: {self.nbytes / 1e6:.3f} MB off the peak; {self.what}"

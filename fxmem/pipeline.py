@@ -28,7 +28,8 @@ from fxmem.emitted import (
     least_of,
     with_budget,
 )
-from fxmem.ir import FrontierPoint, GraphProfile, Plan
+from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Plan
+from fxmem.passes.chunk import Chunk
 from fxmem.passes.compress_saved import CompressSaved, notes_of
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.passes.contract import Pass, run_passes
@@ -44,11 +45,12 @@ from fxmem.planners.simulate import simulate
 from fxmem.profiling.op_benchmark import with_measured_times
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
-from fxmem.profiling.verify import eager_step, verify
+from fxmem.profiling.verify import eager_step, emitted_step, verify
 from fxmem.progress import stage
 from fxmem.report.modules import module_rows
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
+from fxmem.runtime.step_in_backward import has_foreign_hooks
 from fxmem.torch_patches import as_in_training
 
 __all__ = ["CompileContext", "Compiled", "Settings", "compile_model"]
@@ -57,6 +59,8 @@ PASSES: tuple[Pass, ...] = (Inplace(),)
 """Of every graph."""
 PASSES_FOR_SHORT_MEMORY: tuple[Pass, ...] = (CompressSaved(),)
 """Then, of those whose step does not fit its budget as it is: these cost time."""
+PASSES_BELOW_THE_FLOOR: tuple[Pass, ...] = (Chunk(),)
+"""Of these too, before all others, if they are allowed: they change numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,8 @@ def compile_model(
     settings = context.settings
     emitted = emit_if_all_fits(profiled, context)
     if emitted is None:
-        profiled = context.profile_of(run_passes(graph, PASSES_FOR_SHORT_MEMORY, context))
+        graph = short_of_memory(captured, graph, context)
+        profiled = context.profile_of(graph)
         profiled, emitted = emit_taken_over(profiled, context, earlier)
     if emitted is None:
         profiled = with_times(profiled, context)
@@ -112,11 +117,11 @@ def compile_model(
         eager_peak_bytes=eager.peak_bytes,
         least_bytes=floor_bytes(profiled, context, planned.points, emitted)
         if planned
-        else UnplannedFloor.of(graph, context),
+        else UnplannedFloor.of(captured, graph, context),
         peak_step=emitted.timeline.peak_step,
         bound_seconds=lower_bound(profile, settings.budget_bytes or point.peak_bytes, point.recompute_seconds),
         plan_seconds=time.perf_counter() - start,
-        notes=_notes(settings, profiled.captured),
+        notes=_notes(settings, profiled.captured, _stepped_in_backward(profiled, context, emitted)),
         inplace=graph.inplace,
         cuda=emitted.cuda,
         modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
@@ -139,8 +144,15 @@ def peak_of(compiled: Compiled, context: CompileContext) -> int:
 def profile_for_short_memory(captured: CaptureGraph, context: CompileContext) -> Profiled:
     """Return the profile that plans are made on where a step does not fit as it is, with the times asked for."""
     stage("profiling")
-    graph = run_passes(captured, (*PASSES, *PASSES_FOR_SHORT_MEMORY), context)
+    graph = short_of_memory(captured, run_passes(captured, PASSES, context), context)
     return with_times(context.profile_of(graph), context)
+
+
+def short_of_memory(captured: CaptureGraph, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
+    """Return what is planned where a step does not fit as it is. ``graph``: what :data:`PASSES` made of ``captured``."""
+    below = run_passes(captured, PASSES_BELOW_THE_FLOOR, context)
+    graph = graph if below is captured else run_passes(below, PASSES, context)
+    return run_passes(graph, PASSES_FOR_SHORT_MEMORY, context)
 
 
 def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
@@ -219,20 +231,23 @@ class CallScope:
 class UnplannedFloor:
     """The least peak of a step that was not planned for: planned for once, when it is asked for."""
 
+    captured: CaptureGraph
     graph: CaptureGraph
+    """What :data:`PASSES` made of it."""
     context: CompileContext
     """Without the batch, which is not kept for this."""
     scope: CallScope
     _known: int | None = field(default=None)
 
     @staticmethod
-    def of(graph: CaptureGraph, context: CompileContext) -> UnplannedFloor:
-        return UnplannedFloor(graph, context.without_values(), CallScope.around(context.profile_of(graph).devices))
+    def of(captured: CaptureGraph, graph: CaptureGraph, context: CompileContext) -> UnplannedFloor:
+        scope = CallScope.around(context.profile_of(graph).devices)
+        return UnplannedFloor(captured, graph, context.without_values(), scope)
 
     def __call__(self) -> int:
         if self._known is None:
             with self.scope.entered():
-                graph = run_passes(self.graph, PASSES_FOR_SHORT_MEMORY, self.context)
+                graph = short_of_memory(self.captured, self.graph, self.context)
                 profiled = with_times(self.context.profile_of(graph), self.context)
                 points = frontier_of(profiled.profile, self.context.settings)
                 self._known = floor_bytes(profiled, self.context, points)
@@ -270,7 +285,20 @@ def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor
 # -- what the user is told --------------------------------------------------------------------------------------------
 
 
-def _notes(settings: Settings, captured: CaptureGraph) -> tuple[str, ...]:
+def _stepped_in_backward(profiled: Profiled, context: CompileContext, emitted: Emitted) -> tuple[ChoiceMade, ...]:
+    """Return what steps in the backward bring: the peak of the same plan in an ordinary step is the measure."""
+    step = context.step
+    if not step.in_backward:
+        return ()
+    ordinary = emitted_step(
+        emitted.graph_module, profiled.captured, context.inputs, replace(step, in_backward=False), profiled.seen
+    )
+    brought_bytes = ordinary.peak_bytes - emitted.verification.verified_bytes
+    what = "parameters are stepped within the backward and gradients let go of, which changes no bit"
+    return (ChoiceMade("optimizer_in_backward", what, brought_bytes),)
+
+
+def _notes(settings: Settings, captured: CaptureGraph, made: tuple[ChoiceMade, ...] = ()) -> tuple[str, ...]:
     notes = []
     step = settings.step
     if step.optimizer is None:
@@ -281,11 +309,11 @@ def _notes(settings: Settings, captured: CaptureGraph) -> tuple[str, ...]:
         notes.append("gradients of earlier micro-batches are there at the start of the step")
     if step.loss_fn is None:
         notes.append("the loss is output.loss, or the sum of the outputs where there is none (loss_fn= changes that)")
-    num_hooked = sum(bool(p._backward_hooks or p._post_accumulate_grad_hooks) for p in captured.parameters)
+    num_hooked = sum(has_foreign_hooks(p) for p in captured.parameters)
     if num_hooked:
         notes.append(f"what the hooks on {num_hooked} parameters allocate is not counted")
     if torch.backends.cudnn.benchmark and any(p.is_cuda for p in captured.parameters):
         notes.append(
             "torch.backends.cudnn.benchmark is on: a convolution that runs again may choose another kernel, and bits differ"
         )
-    return (*notes, *notes_of(captured), *map(str, captured.choices))
+    return (*notes, *notes_of(captured), *map(str, (*captured.choices, *made)))

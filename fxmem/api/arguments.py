@@ -124,9 +124,10 @@ def settings_of(options: Options) -> Settings:
     allow, policy = check_choices(given["allow"]), check_policy(given["policy"])
     if "recompute" not in allow and any(action == "recompute" for _, action in policy):
         raise InputError('policy= says to recompute, which allow= does not: add "recompute" to allow, or drop the rule')
+    step = _step_of(given)
     return Settings(
         budget_bytes=None,
-        step=_step_of(given),
+        step=replace(step, in_backward=True) if "optimizer_in_backward" in allow else step,
         planner=_known("planner", given["planner"], PLANNERS),
         plan_seconds=_positive("plan_seconds", given["plan_seconds"]),
         hardware=preset_of(cost),

@@ -13,6 +13,10 @@ from fxmem.errors import InputError
 CHOICES = {
     "recompute": "values are dropped and computed once more in the backward; no bit changes",
     "inplace": "ops that provably may write over their input do; no bit changes",
+    "chunk": "heads with their loss, and MLPs, run in pieces of rows; sums over rows are added in another order, the same "
+    "bits each time",
+    "optimizer_in_backward": "each parameter is stepped within the backward and its gradient let go of; no bit changes, "
+    "but there are no gradients to clip by norm, to accumulate or to scale",
 }
 """By name: what it does, and what that changes in the numbers."""
 

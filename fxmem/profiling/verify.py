@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -96,8 +96,9 @@ def eager_step(
     seen: RecordedStep | None = None,
     watching: bool = False,
 ) -> FakeStep:
-    """Return what the original model's own training step takes. ``seen``: what an earlier run of the same step tells of
-    it. ``watching``: note what is alive at the peak, too."""
+    """Return what the original model's own training step takes, its optimizer stepping after the backward. ``seen``: what
+    an earlier run of the same step tells of it. ``watching``: note what is alive at the peak, too."""
+    step = replace(step, in_backward=False)
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
@@ -210,7 +211,7 @@ def _fake_step(
     def on_phase(phase: Phase) -> None:
         nonlocal left
         if phase is Phase.OPTIMIZER:
-            left = gradients_of(parameters)
+            left = gradients_of(parameters) if optimizer is None else optimizer.left(parameters)
             log.optimizer_starts()
         if watch is not None:
             watch.note_phase(phase, (t.grad for t in (*parameters, *fakes) if t.grad is not None))
