@@ -32,9 +32,10 @@ class StorageTracker(TorchDispatchMode):
 
     Storages that exist before and were not announced by :meth:`hold` weigh nothing. ``live_bytes`` and ``peak_bytes``
     are in bytes; copies in host memory (:mod:`fxmem.runtime.host_memory`) are counted apart, as ``host_bytes`` and
-    ``host_peak_bytes``. ``on_op`` is called after each dispatched op with ``(func, args, kwargs, output)``. ``memory``: what a
-    storage weighs and what ops take inside on the device of the step. ``on_library`` is called where a thread first uses a
-    library that keeps a workspace for it, ``on_workspace`` with the bytes that an op may need of cuDNN beside what counts.
+    ``host_peak_bytes``. ``on_op`` is called after each dispatched op with ``(func, args, kwargs, output)``. ``memory``:
+    what a storage weighs and what ops take inside on the device of the step. ``on_library`` is called where a thread
+    first uses a library that keeps a workspace for it, ``on_workspace`` with the bytes that an op may need of cuDNN beside
+    what counts.
     """
 
     def __init__(

@@ -13,7 +13,8 @@ from typing import Any
 from tabulate import tabulate
 
 from fxmem.errors import NotPlannedError, in_units, unit_of
-from fxmem.ir import FrontierPoint, GraphProfile, InplaceDecision, PlainData, StaticBytes, Timeline, Verification
+from fxmem.ir import FrontierPoint, GraphProfile, InplaceDecision, PlainData, Plan, StaticBytes, Timeline, Verification
+from fxmem.planners.offload.link import sent_bytes
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.report.graph import GraphNode, draw_graph, graph_nodes
@@ -31,7 +32,7 @@ class Row(PlainData):
     """Name of the node that creates it; hidden residuals carry a suffix (``dropout_1.internal0``)."""
     nbytes: int
     decision: str
-    """``"keep"`` or ``"drop"``."""
+    """``"keep"``, ``"drop"``, or ``"offload"``: it waits for the backward in host memory."""
     reason: str
     """Why it may not be dropped; empty if it may."""
     source: str
@@ -141,6 +142,11 @@ class Report(PlainData):
         """Bytes of the storages autograd saves that the plan drops and recomputes."""
         return sum(row.nbytes for row in self.rows if row.decision == "drop")
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the storages autograd saves that the plan copies to host memory."""
+        return sum(row.nbytes for row in self.rows if row.decision == "offload")
+
     def __str__(self) -> str:
         return _render(self)
 
@@ -181,12 +187,12 @@ def build_report(
     ``least_bytes``: the least reachable peak; where it is not known, a function that is called when it is asked for, and
     it is not written out.
     """
-    dropped = set(point.plan.dropped)
+    decisions = _decisions(profile, point.plan)
     rows = tuple(
         Row(
             name=s.name,
             nbytes=s.nbytes,
-            decision="drop" if s.index in dropped else "keep",
+            decision=decisions[s.index],
             reason=s.why_kept,
             source=str(profile.nodes[s.creator].source),
         )
@@ -205,7 +211,7 @@ def build_report(
         static=profile.static,
         peak_at=str(place_of(profile, peak_step)),
         rows=rows,
-        notes=(*notes, *_inplace_note(inplace)),
+        notes=(*notes, *_inplace_note(inplace), *_offload_note(profile, point.plan)),
         inplace=inplace,
         cuda=cuda,
         modules=modules,
@@ -213,6 +219,27 @@ def build_report(
         eager_timeline=simulate(profile, keep_all(profile), with_steps=True),
         graph=graph_nodes(profile, point.plan),
         _least_bytes=least_bytes,
+    )
+
+
+def _decisions(profile: GraphProfile, plan: Plan) -> list[str]:
+    """Return what ``plan`` does with each storage."""
+    fetched, dropped = plan.fetched, set(plan.dropped)
+    return [
+        "keep" if s.index not in dropped else "offload" if s.recipe in fetched else "drop" for s in profile.storages
+    ]
+
+
+def _offload_note(profile: GraphProfile, plan: Plan) -> tuple[str, ...]:
+    if not plan.offloads:
+        return ()
+    sent = sum(sent_bytes(profile, plan).values())
+    ahead = sum(offload.after is not None for offload in plan.offloads)
+    waits = sum(offload.stall_seconds for offload in plan.offloads)
+    return (
+        f"offload: what {len(plan.offloads)} ops make, {sent / 1e6:.3f} MB, waits for the backward in host memory, "
+        f"{ahead} of them fetched ahead of their use; the step waits {waits * 1e3:.3f} ms for the link (estimate); no bit "
+        "changes",
     )
 
 
@@ -241,6 +268,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         ("buffers and batch", sized(report.static.buffers_bytes + report.static.inputs_bytes)),
         ("saved for backward, kept", sized(report.kept_bytes)),
         ("saved for backward, dropped", sized(report.dropped_bytes)),
+        *([("saved for backward, offloaded", sized(report.offloaded_bytes))] if report.offloaded_bytes else []),
     ]
     if report.cuda is not None:
         rows.append(("allocated by CUDA's allocator", sized(report.cuda.allocated_bytes)))

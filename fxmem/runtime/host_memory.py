@@ -26,6 +26,8 @@ import torch
 from fxmem.runtime.layout import elements
 from fxmem.torch_private import FakeTensor
 
+PIN = True
+"""Whether copies for CUDA lie in pinned memory."""
 _here = threading.local()
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
@@ -54,7 +56,7 @@ class HostCopy:
         source = elements(tensor.detach(), tensor.dtype)
         self._device, stream = source.device, _stream(source, "to host")
         with _on_host():
-            self._host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=stream is not None)
+            self._host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=PIN and stream is not None)
         self._sent = _copied(self._host, source, stream)
         self._original: torch.Tensor | None = source
 

@@ -215,13 +215,9 @@ class Tape:
                 if view is None or not view.is_of(tensor):
                     view = View.of(tensor, storage)
                 if storage in self.table.internal and self.table.recipe_of[storage] in self.table.fetched:
-                    self._send_internal(storage, tensor)
+                    slot = self._slot(storage)
+                    slot.host = slot.host or HostCopy(tensor)
                 saved.settled = self._handle_on(storage, view)
-
-    def _send_internal(self, storage: int, tensor: torch.Tensor) -> None:
-        slot = self._slot(storage)
-        if slot.host is None:
-            slot.host = HostCopy(tensor)
 
     def _slot(self, storage: int) -> Slot:
         assert self._open is not None, "the forward is over"

@@ -2,8 +2,8 @@
 
 In: a profile, the Pareto set of plans that recompute, a :class:`Link`. Out: a Pareto set at least as good.
 
-From some of the points, the same with offloads in place of the dearest recomputations, the plan that keeps all and the
-one that offloads all that is saved, greedy walks: what lies idle at the peak goes to host memory, until nothing idle is
+From some of the points, the same with offloads in place of the dearest recomputations, and from the plan that offloads
+all that is saved, greedy walks: what lies idle at the peak goes to host memory, until nothing idle is
 left there. One walk takes the largest first, one what was made early, whose copies have the most time. What is kept, and
 what a recomputation refilled, is treated alike; what is offloaded already but was fetched on the way is fetched later.
 Each plan of these walks is judged by the simulator, with the time that it takes if its copies are hidden. Those on the
@@ -20,7 +20,7 @@ from fxmem.ir import KEEP, FrontierPoint, GraphProfile, Offload, Phase, Plan
 from fxmem.planners.offload.link import Link, fetched_in_time, left_in_time, priced
 from fxmem.planners.offload.recipes import sent, slots_of, with_offloads
 from fxmem.planners.pareto import Clock, pareto
-from fxmem.planners.simulate import Run, keep_all, run_of, simulate, tables_of
+from fxmem.planners.simulate import Run, run_of, simulate, tables_of
 
 MOST_STARTS = 8
 """Points that walks start from."""
@@ -43,12 +43,12 @@ def with_offloading(
 ) -> Points:
     """Return the Pareto set of ``points`` and of plans that offload, found within ``seconds`` of CPU time.
 
-    ``never``: storages that are not to be offloaded.
+    ``points``: the first keeps all that may be kept. ``never``: storages that are not to be offloaded.
     """
     clock = Clock(seconds)
     starts = _spread(points, MOST_STARTS)
     plans = [_instead_of_recomputing(profile, start.plan, link, never) for start in starts]
-    plans += [keep_all(profile), offload_all(profile, never)]
+    plans.append(offload_all(profile, points[0].plan, never))
     found = list(points)
     for start in (*starts, *(_at_best(profile, plan, link) for plan in plans)):
         for large in LARGE:
@@ -61,10 +61,9 @@ def with_offloading(
     return pareto(timed)
 
 
-def offload_all(profile: GraphProfile, never: frozenset[int] = frozenset()) -> Plan:
-    """Return the plan that keeps nothing that is saved and may be dropped: each is fetched when it is asked for."""
-    limits = [KEEP] * len(profile.storages)
-    offloads = []
+def offload_all(profile: GraphProfile, plan: Plan, never: frozenset[int] = frozenset()) -> Plan:
+    """Return ``plan`` with all that is saved and may be dropped fetched when it is asked for."""
+    limits, offloads = list(plan.limits), []
     for recipe in profile.recipes:
         saved = [s for s in recipe.products if profile.storages[s].num_saves and profile.storages[s].recipe is not None]
         if saved and never.isdisjoint(recipe.products):
