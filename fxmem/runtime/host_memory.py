@@ -56,7 +56,9 @@ class HostCopy:
         source = elements(tensor.detach(), tensor.dtype)
         self._device, stream = source.device, _stream(source, "to host")
         with _on_host():
-            self._host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=PIN and stream is not None)
+            self._host = torch.empty(
+                source.shape, dtype=source.dtype, device="cpu", pin_memory=PIN and stream is not None
+            )
         self._sent = _copied(self._host, source, stream)
         self._original: torch.Tensor | None = source
 
@@ -109,7 +111,8 @@ def _copied(to: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | 
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         to.copy_(source, non_blocking=True)
-        return stream.record_event()
+        event: torch.cuda.Event = stream.record_event()
+    return event
 
 
 def _wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:

@@ -203,8 +203,8 @@ def _instead_of_recomputing(profile: GraphProfile, plan: Plan, link: Link, never
         if seconds and recipe.index not in plan.fetched and never.isdisjoint(recipe.products):
             gains.append((recipe.seconds / seconds, seconds, recipe.index))
     left_seconds, offloads = profile.forward_seconds, list(plan.offloads)
-    for _, seconds, recipe in sorted(gains, reverse=True):
+    for _, seconds, dearest in sorted(gains, reverse=True):
         if seconds <= left_seconds:
             left_seconds -= seconds
-            offloads.append(Offload(recipe))
+            offloads.append(Offload(dearest))
     return replace(plan, planner=NAME, offloads=tuple(offloads))
