@@ -18,16 +18,12 @@ NOTE [Copies in host memory]
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 from fxmem.runtime.layout import elements
 from fxmem.torch_private import FakeTensor
 
-PIN = True
-"""Whether copies for CUDA lie in pinned memory."""
 _here = threading.local()
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
@@ -37,11 +33,10 @@ def allocates_host_memory() -> bool:
     return getattr(_here, "on_host", False)
 
 
-@contextmanager
-def _on_host() -> Iterator[None]:
+def _empty_on_host(like: torch.Tensor, *, pinned: bool) -> torch.Tensor:
     _here.on_host = True
     try:
-        yield
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
     finally:
         _here.on_host = False
 

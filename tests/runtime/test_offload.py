@@ -122,7 +122,15 @@ def offloading(compiled: tuple[OptimizedModule, Tensor]) -> tuple[OptimizedModul
 # -- bytes and bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("make", "shape"), [(Net, (32, 8)), (Smooth, (32, 8)), (Pools, (2, 4, 16, 16))])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    representatives(
+        [(Net, (32, 8)), (Smooth, (32, 8)), (Pools, (2, 4, 16, 16))],
+        (Net, (32, 8)),
+        (Pools, (2, 4, 16, 16)),
+        quick=[(Smooth, (32, 8))],
+    ),
+)
 def test_planned_verified_and_measured_peaks_are_one_number_and_bits_are_eagers(
     make: Callable[[], nn.Module], shape: tuple[int, ...]
 ) -> None:
@@ -145,6 +153,7 @@ def test_planned_verified_and_measured_peaks_are_one_number_and_bits_are_eagers(
     assert simulate(found.profile, everything).num_recomputed == 0
 
 
+@pytest.mark.slow
 def test_a_plan_of_all_three_choices_is_within_the_budget_and_says_what_it_offloads() -> None:
     eager, optimized, x = pair(Smooth, **MIXED)
     report = optimized.fxmem.report
@@ -209,6 +218,7 @@ def test_what_autograd_promises_holds(action: Callable[[nn.Module, Tensor], Any]
     assert_both_do(action, **ONLY)
 
 
+@pytest.mark.slow
 def test_double_backward_through_offloaded_values() -> None:
     def action(model: nn.Module, x: Tensor) -> Tensor:
         loss = loss_of(model(x))
@@ -230,6 +240,7 @@ def test_a_retained_backward_leaves_on_the_device_what_was_there_before(
         assert memory.events[-1].live_bytes == before
 
 
+@pytest.mark.slow
 def test_a_backward_that_fails_may_be_repeated_on_a_retained_graph() -> None:
     def fail(_: Tensor) -> None:
         raise KeyboardInterrupt
@@ -318,7 +329,7 @@ def test_copies_wait_for_compute_and_compute_for_copies_before_it_reads_or_frees
     monkeypatch.setattr(host_memory, "_stream", lambda tensor, way: ways[way])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ways["compute"])
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
-    monkeypatch.setattr(host_memory, "PIN", False)
+    monkeypatch.setattr(host_memory, "_empty_on_host", lambda like, pinned: torch.empty_like(like))
     tensor = torch.randn(4)
     copy = HostCopy(tensor)
     assert streams.log == ["to host waits for compute", "copy to host"]
