@@ -48,6 +48,7 @@ __all__ = [
     "current_backward",
     "current_backward_node",
     "device_types",
+    "grad_reaches_all",
     "has_kernel",
     "holders_of",
     "in_dual_level",
@@ -192,6 +193,9 @@ def current_backward_node() -> object | None:
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """True in a backward that retains its graph, and outside of any."""
+
+grad_reaches_all: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+"""True in a backward that is not told which leaves to reach."""
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward that runs in this thread; -1 outside of any."""

@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from fxmem import torch_patches as patches
 from fxmem.torch_private import OpOverload
@@ -201,6 +202,43 @@ def graphs_shown_to(on: bool) -> object:
         x = torch.ones(2, requires_grad=True)
         x.sum().backward()
         torch.autograd.grad(x.sum(), x)
+    return seen
+
+
+class _Names(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@canary(patched=["add", "mul"], plain=[])
+def calls_shown_to(on: bool) -> object:
+    """What a mode below one that ends before it sees."""
+    mode = _Names()
+    with torch.device("cpu"):
+        body = patches.calls_shown_to(mode) if on else nullcontext()
+        body.__enter__()
+        torch.add(torch.ones(1), 1)
+    torch.mul(torch.ones(1), 2)
+    body.__exit__(None, None, None)
+    torch.sub(torch.ones(1), 2)
+    return [name for name in mode.seen if name in ("add", "mul", "sub")]
+
+
+@canary(patched=[1, 1, 2, 1, 1], plain=[])
+def calls_of_backward_shown_to(on: bool) -> object:
+    """How many roots calls have: a tensor's ``backward`` calls that of torch.autograd."""
+    seen: list[int] = []
+    with patches.calls_of_backward_shown_to(lambda roots: seen.append(len(roots))) if on else nullcontext():
+        x = torch.ones(2, requires_grad=True)
+        x.sum().backward()
+        torch.autograd.backward([x.sum(), x.prod()])
+        torch.autograd.grad(x.sum(), x)
+        torch.autograd.backward(x.sum())
     return seen
 
 

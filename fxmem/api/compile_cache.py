@@ -24,6 +24,7 @@ from fxmem.capture.guards import ModelStates, arguments_of, constants_of
 from fxmem.capture.written_state import Before
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
 from fxmem.ir import Plan
+from fxmem.microbatch import compile_in_pieces
 from fxmem.partial import RunPart, Serve, compile_in_parts, run_part
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
@@ -72,12 +73,13 @@ class CompileCache:
         return other
 
     def with_targets(self, step: TrainingStep) -> TrainingStep:
-        """Return ``step`` with this cache's targets, and the inputs that they are an example for."""
-        return replace(step, targets=self._settings.step.targets)
+        """Return ``step`` with this cache's targets, and the inputs that they are an example for, if it has its loss."""
+        own = self._settings.step
+        return replace(step, targets=own.targets) if step.loss_fn is own.loss_fn else step
 
     def raise_budget(self, budget_bytes: int) -> None:
         """Plan within this budget from now on."""
-        self._settings = replace(self._settings, budget_bytes=budget_bytes)
+        self._settings = replace(self._settings, budget_bytes=budget_bytes, budget_share=None)
 
     @property
     def specializations(self) -> list[int]:
@@ -165,6 +167,15 @@ class CompileCache:
                 self._compiled.setdefault(after, []).append(compiled)
         self._warn_of_many(inputs, specializations)
         return compiled
+
+    def adopt(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        """Return what is compiled for another step, planned at the size of ``inputs``, as it serves this one: its peak is
+        within the budget in it too."""
+        adopted = at_other_size(CompileContext(self._model, inputs, self._settings, autocast), compiled)
+        self._compiled.setdefault(self._signature(inputs, autocast), []).append(adopted)
+        self._family(inputs, autocast).plans.append(SizedPlan(adopted, shapes_of(inputs)))
+        self.latest = adopted
+        return adopted
 
     def plan_elsewhere(self, inputs: Inputs, autocast: Autocast | None) -> tuple[Plan, Report]:
         """Plan for fakes of the model and ``inputs`` where fakes lie now, for its floor too: what is found serves no call,
@@ -270,14 +281,19 @@ class CompileCache:
             with suppress(InfeasibleBudgetError):  # its own size may fit
                 compiled = self._planned(family, captured, larger, autocast)
                 return self._at_other_size(compiled, inputs, autocast)
-        return self._planned(family, captured, inputs, autocast)
+        try:
+            return self._planned(family, captured, inputs, autocast)
+        except InfeasibleBudgetError as error:
+            if "microbatch" not in self._settings.allow:
+                raise
+            return compile_in_pieces(CompileContext(self._model, inputs, self._settings, autocast), error)
 
     def _planned(self, family: Family, captured: CaptureGraph, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        context = CompileContext(self._model, inputs, self._settings, autocast)
         try:
-            context = CompileContext(self._model, inputs, self._settings, autocast)
             compiled = compile_model(context, captured, family.planned)
         except InfeasibleBudgetError as error:
-            if not captured.dynamic:
+            if not captured.dynamic or "microbatch" in self._settings.allow:
                 raise
             try:
                 largest = self._largest_batch(captured, inputs, error.budget_bytes)

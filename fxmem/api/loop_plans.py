@@ -17,18 +17,22 @@ import torch
 
 from fxmem.api.arguments import check_alone
 from fxmem.api.compile_cache import CompileCache
-from fxmem.api.size_families import report_planned_for
+from fxmem.api.loss_watch import FoundLoss, LossWatch
+from fxmem.api.size_families import is_of_own_size, report_planned_for
 from fxmem.api.step_watch import StepWatch
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import Phase, Plan
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, peak_of
+from fxmem.profiling.seen_loss import OtherSizeError, SeenLoss
 from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
 from fxmem.user_frames import level_of_user
 
+MOST_LOSSES = 4
+"""That are seen anew, each at a size at which the one before does not run."""
 NUM_LOOKED_AT = 4
 """Parameters that are asked whether they have a gradient, spread over the model."""
 
@@ -43,13 +47,18 @@ class LoopPlans:
         self._latest = self.asked
         self._caches: dict[TrainingStep, CompileCache] = {settings.step: self.asked}
         self._watch = StepWatch()
-        self._seen = self._watch.loop
+        self._loss: FoundLoss | None = None
+        """A loss that nobody told of, once it was seen."""
+        self._seen: tuple[Loop, FoundLoss | None] = self._watch.loop, None
         self._step = settings.step
         """What is planned for, but for gradients that are there."""
         self._looked_at: tuple[Compiled | None, tuple[torch.Tensor, ...]] = (None, ())
         self._roomy: tuple[Compiled | None, int] = (None, 0)
         """What was compiled for the latest call, and bytes that its forward leaves of the budget."""
         self._warned: set[str] = set()
+        self._loss_watch = None if settings.step.loss_fn is not None else LossWatch()
+        """None where the loss is known."""
+        self._num_losses = 0
 
     # -- as a CompileCache is used --------------------------------------------------------------------------------------
 
@@ -80,27 +89,51 @@ class LoopPlans:
 
     def run(self, inputs: Inputs, autocast: Autocast | None) -> Any:
         """Return the model's output for a training call, under the plan of its step."""
+        watch = self._loss_watch
+        if watch is not None:
+            watch.stop()
         compiled = self.for_call(inputs, autocast)
         output, leaves = self._latest.run(compiled, inputs, autocast)
-        self._note(leaves)
+        self._note(compiled, inputs, leaves)
         return output
 
-    def _note(self, leaves: Sequence[Any]) -> None:
+    @property
+    def _is_bounded(self) -> bool:
+        return self._settings.budget_bytes is not None or self._settings.budget_share is not None
+
+    def _note(self, compiled: Compiled, inputs: Inputs, leaves: Sequence[Any]) -> None:
         """Note the outputs of a training call."""
-        if self._settings.budget_bytes is not None:
-            self._watch.note(leaves)
+        if self._is_bounded:
+            call = self._watch.note(leaves)
+            if self._loss_watch is not None and isinstance(compiled.captured, CaptureGraph):
+                self._loss_watch.note_call(call, compiled.captured.parameters, inputs.leaves, leaves)
 
     def for_call(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for a training call, compiling it on first sight. Errors: as :func:`fxmem.optimize` tells
         of the step asked for."""
         latest = self.asked.latest
-        if self._settings.budget_bytes is None or latest is None or not isinstance(latest.captured, CaptureGraph):
+        if not self._is_bounded or latest is None or not isinstance(latest.captured, CaptureGraph):
             self._watch.look()  # a model in parts is planned for the step asked for alone
             return self._compiled(self._settings.step, inputs, autocast)
-        held_bytes, loop = self._watch.look(), self._watch.loop
-        if loop is not self._seen:
-            self._seen = loop
+        held_bytes = self._watch.look()
+        if self._watch.is_new_step:
+            self._look_at_loss()
+        try:
+            return self._for_loop(held_bytes, inputs, autocast)
+        except OtherSizeError as error:
+            self._forget_loss(str(error))
+            return self._for_loop(held_bytes, inputs, autocast)
+
+    def _for_loop(self, held_bytes: int, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        """Return what is compiled for a call in the loop as it was seen so far. Errors: as :meth:`for_call`;
+        ``OtherSizeError`` if the loss that was seen does not go with these inputs."""
+        loop, loss = self._watch.loop, self._loss
+        if (loop, loss) != self._seen:
+            self._seen = loop, loss
             grown = replace(self._step, loop=_grown(self._step.loop, loop))
+            if loss is not None:
+                seen = replace(grown.loop, keeps_output=loop.keeps_output)
+                grown = replace(grown, loss_fn=loss.loss_fn, targets=loss.targets, loop=seen)
             if grown != self._step:
                 self._turn_to(grown, inputs, autocast)
         step = self._step
@@ -128,14 +161,24 @@ class LoopPlans:
         check_alone(self._model)
         if cache is self.asked:
             return cache.make(inputs, autocast)
+        budget_bytes = self._settings.budget_bytes
+        if seen_bytes is None and budget_bytes is not None:
+            earlier = self.asked.find(inputs, autocast)
+            if (
+                earlier is not None
+                and is_of_own_size(earlier)
+                and self._peak_of(earlier, step, inputs, autocast) <= budget_bytes
+            ):
+                return cache.adopt(earlier, inputs, autocast)
         try:
             return cache.make(inputs, autocast)
         except InfeasibleBudgetError as error:
             if self.asked.find(inputs, autocast) is None:
                 self.asked.make(inputs, autocast)  # raises if not even the step asked for keeps the budget
             cache.raise_budget(error.least_bytes)
-            rest = f"the least that a plan reaches is {_mb(error.least_bytes)}"
-            self._warn(_said_of(self._settings.step, step), seen_bytes, error.least_bytes, rest, step)
+            least = error.least_bytes
+            rest = f"the least that a plan reaches is {_mb(least)}. Raise the budget to {least} bytes to keep it"
+            self._warn(_said_of(self._settings.step, step), seen_bytes or least, error.budget_bytes, rest, step)
             return cache.make(inputs, autocast)
 
     def _turn_to(self, to: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> None:
@@ -147,24 +190,60 @@ class LoopPlans:
         earlier = cache.find(inputs, autocast)
         if earlier is None:
             return
-        settings = replace(self._settings, step=self.asked.with_targets(to))
-        peak_bytes = peak_of(earlier, CompileContext(self._model, inputs, settings, autocast))
-        if peak_bytes > (self._settings.budget_bytes or peak_bytes):
+        peak_bytes = self._peak_of(earlier, to, inputs, autocast)
+        budget_bytes = self._settings.budget_bytes
+        if budget_bytes is not None and peak_bytes > budget_bytes:
             new = self._compiled(to, inputs, autocast, peak_bytes)
             rest = f"from now on it is planned for, with a peak of {_mb(new.report.predicted_peak_bytes)}"
-            self._warn(_said_of(before, to), peak_bytes, new.report.predicted_peak_bytes, rest, to)
+            self._warn(_said_of(before, to), peak_bytes, budget_bytes, rest, to)
 
-    def _warn(self, what: str, seen_bytes: int | None, planned_bytes: int, rest: str, step: TrainingStep) -> None:
-        """Warn, once of each thing seen. ``seen_bytes``: the peak that a step had."""
-        if what in self._warned:
+    def _peak_of(self, compiled: Compiled, step: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> int:
+        """Return the peak in bytes of ``step`` under what is compiled for another one."""
+        settings = replace(self._settings, step=self.asked.with_targets(step))
+        return peak_of(compiled, CompileContext(self._model, inputs, settings, autocast))
+
+    def _look_at_loss(self) -> None:
+        """Take note of a loss that was seen in the step before."""
+        watch = self._loss_watch
+        if watch is None:
             return
-        self._warned.add(what)
-        budget_bytes = self._settings.budget_bytes or 0
-        peak_bytes = planned_bytes if seen_bytes is None else seen_bytes
-        raised = f" Raise the budget to {planned_bytes} bytes to keep it." if planned_bytes > budget_bytes else ""
+        if watch.found is None and not watch.refused:
+            watch.begin_step()
+            return
+        self._loss_watch = None
+        if watch.refused:
+            self._say_uncounted(watch.refused)
+        elif watch.found is not None and not watch.found.is_plain:
+            self._loss = watch.found
+
+    def _forget_loss(self, why: str) -> None:
+        """Go back to the step asked for, and look at the loss once more: that which was seen is of another size."""
+        self._loss = None
+        self._step = replace(self._step, loss_fn=self._settings.step.loss_fn, targets=self._settings.step.targets)
+        self._num_losses += 1
+        if self._num_losses < MOST_LOSSES:
+            self._loss_watch = LossWatch()
+        else:
+            self._say_uncounted(why)
+
+    def _say_uncounted(self, why: str) -> None:
+        if "loss" not in self._warned:
+            self._warned.add("loss")
+            warnings.warn(
+                f"{type(self._model).__name__}: the loss is computed outside of the model and could not be followed "
+                f"({why}), so its memory is not counted and comes on top of the budget. To plan for it, pass a function of "
+                "output and targets that is like it in memory: fxmem.optimize(..., loss_fn=..., targets=...).",
+                stacklevel=level_of_user(),
+            )
+
+    def _warn(self, what: list[str], peak_bytes: int, budget_bytes: int, rest: str, step: TrainingStep) -> None:
+        """Warn, once of each thing seen, of the peak that a step had."""
+        if self._warned.issuperset(what):
+            return
+        self._warned.update(what)
         warnings.warn(
-            f"{type(self._model).__name__}: {what}; the step's peak is {peak_bytes} bytes ({_mb(peak_bytes)}), above the "
-            f"budget of {budget_bytes} bytes: {rest}.{raised} To plan for it from the first step on, pass "
+            f"{type(self._model).__name__}: {'; '.join(what)}; the step's peak is {peak_bytes} bytes ({_mb(peak_bytes)}), "
+            f"above the budget of {budget_bytes} bytes: {rest}. To plan for it from the first step on, pass "
             f"fxmem.optimize(..., {_option_for(self._settings.step, step)}).",
             stacklevel=level_of_user(),
         )
@@ -182,7 +261,7 @@ class LoopPlans:
         if self._roomy[0] is not compiled:
             steps = report_planned_for(compiled).timeline.steps
             most = max((step.live_bytes for step in steps if step.phase is Phase.FORWARD), default=0)
-            self._roomy = compiled, (self._settings.budget_bytes or 0) - most
+            self._roomy = compiled, (compiled.report.budget_bytes or 0) - most
         return self._roomy[1]
 
 
@@ -201,11 +280,13 @@ def _grown(planned: Loop, seen: Loop) -> Loop:
     )
 
 
-def _said_of(asked: TrainingStep, step: TrainingStep) -> str:
+def _said_of(asked: TrainingStep, step: TrainingStep) -> list[str]:
     """Say what ``step`` has that was not asked for."""
     parts = []
     if step.accumulate and not asked.accumulate:
         parts.append("gradients are there as the forward begins (micro-batches, or zero_grad(set_to_none=False))")
+    if isinstance(step.loss_fn, SeenLoss) and not isinstance(asked.loss_fn, SeenLoss):
+        parts.append("the loss is computed outside of the model")
     loop, known = step.loop, asked.loop
     if loop.forwards != known.forwards:
         parts.append(f"{loop.forwards} forwards are alive before a backward")
@@ -213,11 +294,12 @@ def _said_of(asked: TrainingStep, step: TrainingStep) -> str:
         parts.append("a backward retains its graph (retain_graph=True)")
     if loop.carried and not known.carried:
         parts.append("the output of the step before is still referred to while the next forward runs")
-    return "; ".join(parts) or "the step is another one than planned for"
+    return parts or ["the step is another one than planned for"]
 
 
 def _option_for(asked: TrainingStep, step: TrainingStep) -> str:
     parts = ["accumulate=True"] if step.accumulate and not asked.accumulate else []
+    parts += ["loss_fn=..., targets=..."] if isinstance(step.loss_fn, SeenLoss) else []
     if step.loop != asked.loop:
         default = Loop()
         changed = {n: getattr(step.loop, n) for n in default.__slots__ if getattr(step.loop, n) != getattr(default, n)}

@@ -153,6 +153,11 @@ class Family:
         return was_empty or bool(self.graphs)
 
 
+def is_of_own_size(compiled: Compiled) -> bool:
+    """True if ``compiled`` was planned for the size that it serves, not for a larger one."""
+    return not isinstance(compiled._report, LazyReport)
+
+
 def report_planned_for(compiled: Compiled) -> Report:
     """Return the report of the size that ``compiled`` was planned for, which a smaller one does not exceed."""
     report = compiled._report

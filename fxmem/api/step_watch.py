@@ -64,6 +64,11 @@ class StepWatch:
         self._num_forwards = 0
         """Of the present step."""
 
+    @property
+    def is_new_step(self) -> bool:
+        """True if the call that was looked at last is the first of its step."""
+        return self._num_forwards == 1
+
     def look(self) -> int:
         """Look at what is there as a call begins; return the bytes of the outputs of the call before that are alive."""
         held_bytes, waiting, alive = 0, 0, []

@@ -16,6 +16,8 @@ CHOICES = {
     "offload": "values wait for the backward in host memory, copied while the device computes; no bit changes",
     "chunk": "heads with their loss, and MLPs, run in pieces of rows; sums over rows are added in another order, the same "
     "bits each time",
+    "microbatch": "where no plan keeps the budget, the batch runs in pieces, in one call; gradients are added in "
+    "another order",
     "optimizer_in_backward": "each parameter is stepped within the backward and its gradient let go of; no bit changes, "
     "but there are no gradients to clip by norm, to accumulate or to scale",
 }

@@ -6,8 +6,8 @@ linear layer or several on one input, pointwise ops, and a linear layer on their
 
 Which are put in pieces, and in how many: heads first, since that takes no time, then MLPs too, whose forward runs once
 more; each with k = 4, 16, 64, until the step with all recomputed keeps the budget or its peak falls no further. Chains with
-dropout inside are left alone (eager's mask is one draw for all rows), and so are all under autocast. Not found are losses
-put together from other ops, scores that are transposed, and convolutions.
+dropout inside are left alone (eager's mask is one draw for all rows). Not found are losses put together from other ops,
+scores that are transposed or of float16, convolutions, and layers in an autocast region of the model's own.
 """
 
 from __future__ import annotations
@@ -76,14 +76,15 @@ class Chunk:
         return "chunk" in settings.allow
 
     def apply(self, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
-        if graph.autocast is not None or graph.autocast_device is not None:
-            return _with(graph, ChoiceMade("chunk", "nothing is in pieces: the model runs under autocast", 0))
         heads, left = heads_of(graph.graph_module.graph)
         mlps = mlps_of(graph.graph_module.graph)
         whole_bytes = best_bytes = _least_bytes(graph, context)
         best, what = graph, ""
-        for chains, pieces in ((heads, HEAD_PIECES), ((*heads, *mlps), MLP_PIECES)):
-            for k in pieces if chains and (chains is heads or mlps) else ():
+        stages: list[tuple[tuple[Head | Mlp, ...], tuple[int, ...]]] = []
+        stages += [(heads, HEAD_PIECES)] if heads else []
+        stages += [((*heads, *mlps), MLP_PIECES)] if mlps else []
+        for chains, pieces in stages:
+            for k in pieces:
                 if what and best_bytes <= (context.settings.budget_bytes or 0):
                     break
                 made = in_pieces(graph, chains, k)
@@ -175,8 +176,7 @@ def _is_unary(node: fx.Node) -> bool:
         return _keeps_rows(node)
     if node.target == aten.slice.Tensor:
         value = _value(node)
-        dim = node.args[1] if len(node.args) > 1 else 0
-        return value is not None and dim % value.dim() != value.dim() - 1  # type: ignore[operator]
+        return value is not None and not _is_last(node.args[1] if len(node.args) > 1 else 0, value)
     return (node.target in CASTS or node.target in SAME or _is_pointwise(node)) and len(node.all_input_nodes) == 1
 
 
@@ -252,8 +252,7 @@ def _is_row_op(node: fx.Node) -> bool:
         return _keeps_rows(node)
     if node.target in PARTS:
         before = _value(node.args[0])
-        dim = node.args[2] if len(node.args) > 2 else 0
-        return before is not None and dim % before.dim() == before.dim() - 1  # type: ignore[operator]
+        return before is not None and _is_last(node.args[2] if len(node.args) > 2 else 0, before)
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and node.args[0].target in PARTS
     if node.target in CASTS or node.target in SAME:
@@ -265,6 +264,10 @@ def _is_row_op(node: fx.Node) -> bool:
         other.dim() <= 1 if each.op == "get_attr" else other.shape == value.shape
         for each, other in zip(node.all_input_nodes, others, strict=True)
     )
+
+
+def _is_last(dim: Any, value: torch.Tensor) -> bool:
+    return bool(dim % value.dim() == value.dim() - 1)
 
 
 def _first_outside(chain: Iterable[fx.Node], inside: Iterable[fx.Node]) -> fx.Node | None:
@@ -311,22 +314,23 @@ def _write_head(graph: fx.Graph, head: Head, k: int, env: dict[fx.Node, fx.Node]
     rows, width = env[x], _value(x).shape[-1]  # type: ignore[index, union-attr]
     for node in head.between:  # views and slices are made of the rows that the linear layer reads
         if node.target in VIEWS:
-            *sizes, _ = node.args[1]  # type: ignore[misc]
-            rows = graph.call_function(aten.reshape.default, (rows, [*fx.map_arg(sizes, env.__getitem__), width]))
+            shape: Any = node.args[1]
+            sizes: Any = fx.map_arg(shape[:-1], env.__getitem__)
+            rows = graph.call_function(aten.reshape.default, (rows, [*sizes, width]))
         elif node.target == aten.slice.Tensor:
             value = _value(node)
             assert value is not None
-            dim, *bounds = (*node.args[1:], *(0, None, None)[len(node.args) - 1 :])
-            places = fx.map_arg(bounds, env.__getitem__)
-            rows = graph.call_function(aten.slice.Tensor, (rows, dim % value.dim(), *places))  # type: ignore[operator]
+            given: tuple[Any, ...] = (*node.args[1:], *(0, None, None)[len(node.args) - 1 :])
+            dim, *bounds = fx.map_arg(given, env.__getitem__)
+            rows = graph.call_function(aten.slice.Tensor, (rows, dim % value.dim(), *bounds))
         else:
             continue
         rows.meta = {key: value for key, value in node.meta.items() if key != "val"}
     target, class_weight, reduction, ignore_index, smoothing = _loss_arguments(head.loss)
     between = _row_ops([node for node in head.between if node.target not in VIEWS], head.linear, {})
     op = ChunkedLoss(k, between, "mean" if reduction == 1 else "sum", ignore_index, smoothing)
-    given = fx.map_arg((weight, bias[0] if bias else None, target, class_weight), env.__getitem__)
-    made = graph.create_node("call_function", op, (rows, *given), {}, head.loss.name)
+    others: Any = fx.map_arg((weight, bias[0] if bias else None, target, class_weight), env.__getitem__)
+    made = graph.create_node("call_function", op, (rows, *others), {}, head.loss.name)
     made.meta = dict(head.loss.meta)
     return made
 

@@ -26,7 +26,7 @@ from fxmem.profiling.op_effects import UPDATES, why_not_again, work_of, written_
 from fxmem.profiling.optimizer_step import RecordedStep, SteadyOptimizer, steady_state
 from fxmem.profiling.storage_tracker import StorageTracker, parts_of, tensors_of
 from fxmem.profiling.trace_records import Event, NodeTrace, StepTrace
-from fxmem.profiling.training_step import Gradients, TrainingStep, default_loss, gradients_of, run_step
+from fxmem.profiling.training_step import Gradients, TrainingStep, gradients_of, loss_of, run_step
 from fxmem.runtime.layout import View
 from fxmem.runtime.scoped_ops import op_of
 from fxmem.torch_private import is_view, tree_flatten, tree_leaves, version_of
@@ -224,7 +224,7 @@ class _Tracer:
         """Run forward and loss only."""
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
         with self.world.active(self.graph_module):
-            targets = step.targets.blank(fakes)
+            targets = step.targets.blank((*map(self.world.fake, self.captured.parameters), *fakes))
             self._hold_statics([*fakes, *targets])
             context = self.captured.autocast.enter() if self.captured.autocast else nullcontext()
             with self.tracker, context:
@@ -232,7 +232,7 @@ class _Tracer:
                 with self.captured.scope():
                     output = self.captured.unflatten(self._forward(fakes))
                 self._phase(Phase.LOSS)
-                (step.loss_on(targets) or default_loss)(output)
+                loss_of([output], step.loss_on(targets))
 
     def _gradient_serials(self) -> set[int]:
         grads = [leaf.grad for leaf in self.leaves_with_grad if leaf.grad is not None]

@@ -17,24 +17,41 @@ from fxmem.torch_private import TreeSpec, tree_flatten
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What the step has already: a parameter, by its index, or a leaf of the inputs, by its index from their end."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Like:
-    """A tensor's shape and type. ``device``: that of the inputs, where None."""
+    """A tensor's shape and type."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool = False
 
     def blank(self, device: torch.device) -> torch.Tensor:
         """Return a tensor like it, with anything in it."""
-        return torch.empty(self.size, dtype=self.dtype, device=device)
+        return torch.empty(self.size, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
+
+
+Sizes = tuple[tuple[int, ...] | None, ...]
+"""Of the leaves of a call's inputs; None for those that are no tensors."""
+
+
+def sizes_of(leaves: Sequence[Any]) -> Sizes:
+    """Return the sizes of leaves."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The arguments of a loss beside the output, flattened: :class:`Like` for tensors."""
+    """The arguments of a loss beside the output, flattened: :class:`Like` or :class:`Beside` for tensors."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
-    inputs: tuple[tuple[int, ...] | None, ...] | None = None
+    inputs: Sizes | None = None
     """Sizes of the inputs' leaves that they are an example for; None: those of the first call."""
 
     @staticmethod
@@ -51,33 +68,49 @@ class Targets:
         """Return them as an example for these leaves of a call, if it is not known yet for which."""
         if self.inputs is not None or not self.leaves:
             return self
-        sizes = (tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in inputs)
-        return replace(self, inputs=tuple(sizes))
+        return replace(self, inputs=sizes_of(inputs))
 
     def for_inputs(self, inputs: Sequence[Any]) -> Targets:
         """Return them for a call with these leaves."""
         now = self.seen_with(inputs)
-        changes: dict[int, int] = {}
-        for before, leaf in zip(now.inputs or (), inputs, strict=False):
-            if before is not None and isinstance(leaf, torch.Tensor) and len(before) == leaf.dim():
-                for one, other in zip(before, leaf.shape, strict=True):
-                    if one != other:
-                        changes.setdefault(one, int(other))
+        changes = changed_sizes(zip(now.inputs or (), sizes_of(inputs), strict=False))
         sizes = (replace(t, size=_resized(t.size, changes)) if isinstance(t, Like) else t for t in now.leaves)
         return replace(now, leaves=tuple(sizes), inputs=None).seen_with(inputs)
 
-    def blank(self, beside: Iterable[Any]) -> list[Any]:
-        """Return leaves of these shapes on the device of the first tensor of ``beside``; under a mode of fakes they are
-        fakes."""
+    def blank(self, beside: Sequence[Any]) -> list[Any]:
+        """Return leaves of these shapes, on the device of the first tensor of ``beside``: the step's parameters, then the
+        leaves of its inputs. Under a mode of fakes they are fakes."""
         device = next((t.device for t in beside if isinstance(t, torch.Tensor)), torch.device("cpu"))
-        return [leaf.blank(device) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
+
+        def made(leaf: Any) -> Any:
+            if isinstance(leaf, Like):
+                return leaf.blank(device)
+            return beside[leaf.index] if isinstance(leaf, Beside) else leaf
+
+        return [made(leaf) for leaf in self.leaves]
+
+
+def changed_sizes(pairs: Iterable[tuple[tuple[int, ...] | None, tuple[int, ...] | None]]) -> dict[int, int]:
+    """Return what lengths have become what others, from tensors' sizes before and now; the first that tells counts."""
+    changes: dict[int, int] = {}
+    for before, now in pairs:
+        if before is not None and now is not None and len(before) == len(now):
+            for one, other in zip(before, now, strict=True):
+                if one != other:
+                    changes.setdefault(one, int(other))
+    return changes
+
+
+def resized(length: int, changes: dict[int, int]) -> int:
+    """Return what a length, or a multiple of one, is after ``changes``."""
+    if length in changes:
+        return changes[length]
+    for one, other in changes.items():
+        if one > 1 and length % one == 0:
+            return length // one * other
+    return length
 
 
 def _resized(size: tuple[int, ...], changes: dict[int, int]) -> tuple[int, ...]:
-    """Return ``size`` where dimensions of the inputs have changed: ``changes``, from one length to another."""
-    resized = [changes.get(n, n) for n in size]
-    if size and resized[0] == size[0]:
-        for one, other in changes.items():
-            if one and resized[0] % one == 0:
-                resized[0] = resized[0] // one * other
-    return tuple(resized)
+    """Return ``size`` where dimensions of the inputs have changed."""
+    return tuple(changes.get(n, n) if i else resized(n, changes) for i, n in enumerate(size))

@@ -35,6 +35,7 @@ import torch
 
 from fxmem.errors import InputError, first_lines
 from fxmem.ir import Phase
+from fxmem.profiling.seen_loss import OtherSizeError
 from fxmem.profiling.targets import Targets
 from fxmem.runtime.autocast import Autocast, casts_kept
 from fxmem.runtime.layout import Geometry
@@ -165,14 +166,33 @@ class TrainingStep:
 
     def loss_on(self, targets: Sequence[Any]) -> LossFn | None:
         """Return the loss as a function of the output alone. ``targets``: leaves."""
-        loss_fn, given = self.loss_fn, self.targets
-        if loss_fn is None or not given.leaves:
-            return loss_fn
-        return lambda output: loss_fn(output, *tree_unflatten(list(targets), given.spec))
+        if self.loss_fn is None or not self.targets.leaves:
+            return self.loss_fn
+        return BoundLoss(self.loss_fn, tuple(tree_unflatten(list(targets), self.targets.spec)))
 
     def without_state(self) -> TrainingStep:
         """Return the step with an optimizer like its own before the first step: what copies and pickles keep."""
         return replace(self, optimizer=without_state(self.optimizer))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundLoss:
+    """A loss with its targets."""
+
+    loss_fn: LossFn
+    targets: tuple[Any, ...]
+
+    @property
+    def num_outputs(self) -> int:
+        return outputs_of(self.loss_fn)
+
+    def __call__(self, *outputs: Any) -> torch.Tensor:
+        return self.loss_fn(*outputs, *self.targets)
+
+
+def outputs_of(loss_fn: LossFn | None) -> int:
+    """Return how many outputs of the model a loss is made of at once: one, but for a loss that was seen to take more."""
+    return int(getattr(loss_fn, "num_outputs", 1))
 
 
 BARE = TrainingStep(optimizer=None)
@@ -223,7 +243,7 @@ def run_step(
         on_phase(Phase.FORWARD)
         names[0] = [forward() for _ in range(loop.forwards)]
         on_phase(Phase.LOSS)
-        names[1] = _summed([_loss_of(output, loss_fn) for output in names[0]])
+        names[1] = loss_of(names[0], loss_fn)
         if not loop.keeps_output:
             names[0] = None
     on_phase(Phase.BACKWARD)
@@ -242,15 +262,22 @@ def run_step(
     optimizer.zero_grad(set_to_none=True)
 
 
-def _summed(losses: list[torch.Tensor]) -> torch.Tensor:
+def loss_of(outputs: Sequence[Any], loss_fn: LossFn | None) -> torch.Tensor:
+    """Return the loss of a step with these outputs: the sum of that of each, or of each group that ``loss_fn`` takes; one
+    output stands for all where there are too few. Errors: ``InputError``."""
+    size = outputs_of(loss_fn)
+    enough = [*outputs, *[outputs[-1]] * (-len(outputs) % size)]
+    losses = [_loss_of_group(enough[i : i + size], loss_fn) for i in range(0, len(enough), size)]
     return functools.reduce(operator.add, losses)
 
 
-def _loss_of(output: Any, loss_fn: LossFn | None) -> torch.Tensor:
+def _loss_of_group(outputs: Sequence[Any], loss_fn: LossFn | None) -> torch.Tensor:
     if loss_fn is None:
-        return default_loss(output)
+        return default_loss(outputs[0])
     try:
-        loss = loss_fn(output)
+        loss = loss_fn(*outputs)
+    except OtherSizeError:
+        raise
     except Exception as error:
         raise InputError(
             f"loss_fn failed on fake tensors: {first_lines(error)}. It is called with the model's output and targets= "

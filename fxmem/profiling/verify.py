@@ -16,7 +16,7 @@ from torch import fx
 
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.value_guards import seeing_values
-from fxmem.errors import VerificationError
+from fxmem.errors import InputError, VerificationError
 from fxmem.fake.fake_tensors import BranchReads, FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.ir import Phase, Timeline, Verification
@@ -60,6 +60,8 @@ def emitted_step(
     try:
         subject = _Subject(lambda leaves: captured.call(emitted, leaves), emitted, captured.graph_module)
         return _ran(subject, captured, inputs, step, seen)
+    except InputError:  # of the loss or the optimizer
+        raise
     except Exception as error:
         overwritten = "modified by an inplace operation" in str(error)
         remedy = (
@@ -129,8 +131,19 @@ def step_in_parts(
                 stack.enter_context(mode)
             return model(*args, **kwargs)
 
-    whole = torch.nn.ModuleList([model, *(emitted for _, _, emitted in parts)])
-    like = EagerCall(tuple(model.parameters()), autocast)
+    return step_run_by(forward, model, [emitted for _, _, emitted in parts], inputs, step, autocast)
+
+
+def step_run_by(
+    forward: Callable[[list[Any]], Any],
+    model: torch.nn.Module,
+    others: Sequence[torch.nn.Module],
+    inputs: Inputs,
+    step: TrainingStep,
+    autocast: Autocast | None,
+) -> FakeStep:
+    """Return what a training step of ``model`` takes whose forward is another one. ``others``: modules that run it."""
+    whole, like = torch.nn.ModuleList([model, *others]), EagerCall(tuple(model.parameters()), autocast)
     with tensors_restored(model):
         return _ran(_Subject(forward, whole, model), like, inputs, step, None)
 

@@ -10,13 +10,15 @@ NOTE [Pieces]
    Kernel, Hsu et al. 2024; Cut Your Losses, Wijmans et al. 2024.)
 3. :class:`ChunkedRows` returns rows. It saves its inputs; the backward runs each piece again, with autograd, and adds the
    piece's gradients of the weights to those of the pieces before. (ALST's tiled MLP, Bekman et al. 2025.)
-4. Sums over rows (gradients of weights, the loss) are added piece by piece: equal to eager's up to rounding, and for the
-   same k the same bits each time. Where the dtype is a short one, each piece rounds.
+4. Under autocast a piece's matmuls run in its dtype, in the backward too; gradients of weights add up in the weights' own.
+5. Sums over rows (gradients of weights, the loss) are added piece by piece: equal to eager's up to rounding, and for the
+   same k the same bits each time. Weights of a short dtype are rounded to it after each piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +43,19 @@ def pieces_of(num_rows: int, k: int) -> Iterator[tuple[int, int]]:
 def _recording() -> Any:
     """Let autograd save for itself: hooks that are on outside are not for what a piece saves."""
     return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+
+
+def _lower_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast gives matmuls of ``x`` here; None where it leaves them as they are."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else None
+
+
+def _autocast(x: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Let the body's ops run in ``dtype`` where autocast would have them so; None: as they are. No cast is kept."""
+    if dtype is None and _lower_dtype(x) is None:
+        return nullcontext()
+    return torch.autocast(x.device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 class _Op:
@@ -110,7 +125,8 @@ class _Loss(torch.autograd.Function):
         target: Tensor,
         class_weight: Tensor | None,
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        rows, dtype = x.reshape(-1, x.shape[-1]), _lower_dtype(x)
+        factors = [weight, bias] if dtype is None else [None if t is None else t.to(dtype) for t in (weight, bias)]
         of_x, of_weight, of_bias = ctx.needs_input_grad[1:4]
         grad_x = torch.empty_like(rows, memory_format=torch.contiguous_format) if of_x else None
         grad_weight = torch.zeros_like(weight) if of_weight else None
@@ -119,24 +135,27 @@ class _Loss(torch.autograd.Function):
         factor: Tensor | None = None
         for start, length in pieces_of(rows.shape[0], op.k):
             piece = rows.narrow(0, start, length)
-            scores = F.linear(piece, weight, bias).requires_grad_()
+            piece = piece if dtype is None else piece.to(dtype)
+            with _autocast(x, None):
+                scores = F.linear(piece, *factors).requires_grad_()  # type: ignore[arg-type]
             with torch.enable_grad(), _recording():
                 loss = op.loss_of(scores, target.narrow(0, start, length), class_weight)
             if factor is None:
                 factor = op.factor(target, class_weight, loss)
             if of_x or of_weight or of_bias:
                 (grad,) = torch.autograd.grad(loss, scores, factor)
-                _add_gradients(grad, piece, weight, start, grad_x, grad_weight, grad_bias)
+                with _autocast(x, None):
+                    _add_gradients(grad, piece, factors[0], start, grad_x, grad_weight, grad_bias)
                 del grad
             total = loss.detach() if total is None else total + loss.detach()
-            del loss, scores
+            del loss, scores, piece
         if total is None or factor is None:
             raise ValueError("a cross-entropy of no rows has no pieces")
         ctx.gradients = (None if grad_x is None else grad_x.view(x.shape), grad_weight, grad_bias)
         return total * factor
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         gradients = ctx.gradients
         if gradients is None:
@@ -154,17 +173,25 @@ class _Loss(torch.autograd.Function):
 def _add_gradients(
     grad: Tensor,
     piece: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     start: int,
     grad_x: Tensor | None,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:
-    """Add what the gradient of a piece's scores says of a linear layer."""
+    """Add what the gradient of a piece's scores says of a linear layer, whose sums may be of a longer dtype."""
+    assert weight is not None
     if grad_x is not None:
-        torch.mm(grad, weight, out=grad_x.narrow(0, start, len(grad)))
+        rows = grad_x.narrow(0, start, len(grad))
+        if rows.dtype == grad.dtype:
+            torch.mm(grad, weight, out=rows)
+        else:
+            rows.copy_(grad @ weight)
     if grad_weight is not None:
-        grad_weight.addmm_(grad.t(), piece)
+        if grad_weight.dtype == grad.dtype:
+            grad_weight.addmm_(grad.t(), piece)
+        else:
+            grad_weight.add_(grad.t() @ piece)
     if grad_bias is not None:
         grad_bias.add_(grad.sum(0))
 
@@ -192,12 +219,13 @@ class ChunkedRows(_Op):
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: ChunkedRows, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.op = op
+        ctx.op, ctx.dtype = op, _lower_dtype(x)
         ctx.save_for_backward(x, *weights)
         rows = x.reshape(-1, x.shape[-1])
         result: Tensor | None = None
         for start, length in pieces_of(rows.shape[0], op.k):
-            piece = op.ops(rows.narrow(0, start, length), *weights)
+            with _autocast(x, ctx.dtype):
+                piece = op.ops(rows.narrow(0, start, length), *weights)
             if result is None:
                 result = piece.new_empty(rows.shape[0], piece.shape[-1])
             result.narrow(0, start, length).copy_(piece)
@@ -206,7 +234,7 @@ class _Rows(torch.autograd.Function):
         return result if op.flat else result.view(*x.shape[:-1], result.shape[-1])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         op, needs = ctx.op, ctx.needs_input_grad[1:]
@@ -216,7 +244,7 @@ class _Rows(torch.autograd.Function):
         for start, length in pieces_of(rows.shape[0], op.k):
             piece = rows.narrow(0, start, length).detach().requires_grad_(needs[0])
             leaves = [w.detach().requires_grad_(need) for w, need in zip(weights, needs[1:], strict=True)]
-            with torch.enable_grad(), _recording():
+            with torch.enable_grad(), _recording(), _autocast(x, ctx.dtype):
                 result = op.ops(piece, *leaves)
             wanted = [leaf for leaf in (piece, *leaves) if leaf.requires_grad]
             found = iter(torch.autograd.grad(result, wanted, grad_rows.narrow(0, start, length)))

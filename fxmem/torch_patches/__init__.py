@@ -6,6 +6,8 @@ fails where a patch has no effect any more or is needed no longer. Callers keep 
 
 from fxmem.torch_patches.autograd import (
     as_in_training,
+    calls_of_backward_shown_to,
+    calls_shown_to,
     graphs_shown_to,
     in_batched_backward,
     outside_of_batch,
@@ -42,6 +44,8 @@ __all__ = [
     "fakes_for_each",
     "forward_hooks_exchanged",
     "function_applies_by",
+    "calls_of_backward_shown_to",
+    "calls_shown_to",
     "graphs_shown_to",
     "grouped_matmuls",
     "in_batched_backward",

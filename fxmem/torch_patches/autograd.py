@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from fxmem.torch_patches.replacing import patch, replaced
 from fxmem.torch_private import without_modes
@@ -134,6 +136,68 @@ def graphs_shown_to(show: Callable[[Sequence[Any]], None]) -> Iterator[None]:
                 _installed.close()
 
 
+@patch
+@contextmanager
+def calls_shown_to(mode: TorchFunctionMode) -> Iterator[None]:
+    """Have ``mode`` see torch's functions, below all modes that there are: those that end in the body find themselves on
+    top, as they left the stack. Bodies may end in any order, in the thread they began in. torch 2.11 to 2.15.
+    """
+    with _no_function_modes() as around:
+        around.insert(0, mode)
+    try:
+        yield
+    finally:
+        with _no_function_modes() as around:
+            around[:] = [each for each in around if each is not mode]
+
+
+@contextmanager
+def _no_function_modes() -> Iterator[list[Any]]:
+    """Take all modes off the stack and give them as a list; what is in the list then is the stack again."""
+    modes: list[Any] = []
+    while torch._C._len_torch_function_stack():
+        modes.insert(0, torch._C._pop_torch_function_stack())
+    try:
+        yield modes
+    finally:
+        for mode in modes:
+            torch._C._push_on_torch_function_stack(mode)
+
+
+@patch
+@contextmanager
+def calls_of_backward_shown_to(show: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+    """Call ``show(roots)`` as ``backward`` or ``grad`` is called, while all modes around are in their places.
+
+    :func:`graphs_shown_to` is told inside, where a mode that sees the call cannot end. Bodies may end in any order.
+    torch 2.11 to 2.15.
+    """
+    with _showing:
+        _called_for.append(show)
+        if len(_called_for) == 1:
+            for owner, name in ((torch.Tensor, "backward"), (torch.autograd, "backward"), (torch.autograd, "grad")):
+                _called.enter_context(replaced(owner, name, _shown(vars(owner)[name])))
+    try:
+        yield
+    finally:
+        with _showing:
+            _called_for.remove(show)
+            if not _called_for:
+                _called.close()
+
+
+def _shown(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def shown(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        for each in tuple(_called_for):
+            each([roots] if isinstance(roots, torch.Tensor) else list(roots))
+        return run(roots, *args, **kwargs)
+
+    return shown
+
+
+_called_for: list[Callable[[Sequence[Any]], None]] = []
+_called = ExitStack()
 _shown_to: list[Callable[[Sequence[Any]], None]] = []
 _installed = ExitStack()
 _showing = threading.RLock()
