@@ -34,6 +34,7 @@ from fxmem.passes.compress_saved import CompressSaved, notes_of
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.passes.contract import Pass, run_passes
 from fxmem.passes.inplace import Inplace
+from fxmem.passes.reorder import Reorder
 from fxmem.planners import frontier_cache
 from fxmem.planners.bound import lower_bound
 from fxmem.planners.offload.choice import with_offloading
@@ -57,7 +58,7 @@ from fxmem.torch_patches import as_in_training
 
 __all__ = ["CompileContext", "Compiled", "Settings", "compile_model"]
 
-PASSES: tuple[Pass, ...] = (Inplace(),)
+PASSES: tuple[Pass, ...] = (Reorder(), Inplace())
 """Of every graph."""
 PASSES_FOR_SHORT_MEMORY: tuple[Pass, ...] = (CompressSaved(),)
 """Then, of those whose step does not fit its budget as it is: these cost time."""

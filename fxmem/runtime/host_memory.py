@@ -50,10 +50,7 @@ class HostCopy:
         """``tensor``: any tensor on the storage, whose values are final."""
         source = elements(tensor.detach(), tensor.dtype)
         self._device, stream = source.device, _stream(source, "to host")
-        with _on_host():
-            self._host = torch.empty(
-                source.shape, dtype=source.dtype, device="cpu", pin_memory=PIN and stream is not None
-            )
+        self._host = _empty_on_host(source, pinned=stream is not None)
         self._sent = _copied(self._host, source, stream)
         self._original: torch.Tensor | None = source
 

@@ -122,18 +122,16 @@ def offloading(compiled: tuple[OptimizedModule, Tensor]) -> tuple[OptimizedModul
 # -- bytes and bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    representatives(
-        [(Net, (32, 8)), (Smooth, (32, 8)), (Pools, (2, 4, 16, 16))],
-        (Net, (32, 8)),
-        (Pools, (2, 4, 16, 16)),
-        quick=[(Smooth, (32, 8))],
-    ),
-)
-def test_planned_verified_and_measured_peaks_are_one_number_and_bits_are_eagers(
-    make: Callable[[], nn.Module], shape: tuple[int, ...]
-) -> None:
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "smooth": (Smooth, (32, 8)),
+    "net": (Net, (32, 8)),
+    "pools": (Pools, (2, 4, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("case", representatives(CASES, "net", "pools", quick=["smooth"]))
+def test_planned_verified_and_measured_peaks_are_one_number_and_bits_are_eagers(case: str) -> None:
+    make, shape = CASES[case]
     x = torch.randn(shape, requires_grad=True)
     model, captured, inputs, found = profiled(make, x)
     expected, _ = ran(model, x, lambda: model(x))
@@ -212,7 +210,11 @@ def in_another_thread(model: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize(
     "action",
-    representatives([retained, part, parts_then_all, two_forwards, in_another_thread], two_forwards, quick=[retained]),
+    representatives(
+        [retained, part, parts_then_all, two_forwards, in_another_thread],
+        *(part, parts_then_all, two_forwards, in_another_thread),
+        quick=[retained],
+    ),
 )
 def test_what_autograd_promises_holds(action: Callable[[nn.Module, Tensor], Any]) -> None:
     assert_both_do(action, **ONLY)
