@@ -3,7 +3,7 @@
 Three tables. The least peak of a step, planned at training sizes on fakes: with recomputation alone, with offloads too, and
 what every plan holds at some moment (:mod:`fxmem.planners.bound`, whatever it recomputes or offloads), below which none can
 go. What budgets cost, as shares of the eager step's time, by link: roofline times of an H100, copies by the model of
-:mod:`fxmem.planners.offload.link`. And steps that ran on the CPU at its scale, at the least budget with offloads: the
+:mod:`fxmem.planners.offload.link`; recomputation is planned by "intervals". And steps that ran on the CPU at its scale, at the least budget with offloads: the
 planned peak beside the measured one, whose device bytes leave out the copies, and whether gradients are bitwise eager's.
 Losses, no optimizer.
 """
@@ -95,7 +95,7 @@ def planned(name: str) -> tuple[Profiled, tuple[FrontierPoint, ...]]:
         model, (args, kwargs) = bench.build("gpu"), bench.batch("gpu")
     step = TrainingStep(loss_fn=bench.loss, optimizer=None)
     inputs = Inputs.of(args, kwargs)
-    context = CompileContext(model, inputs, Settings(None, step, "auto", SECONDS, PRESETS["h100"]))
+    context = CompileContext(model, inputs, Settings(None, step, "intervals", SECONDS, PRESETS["h100"]))
     profiled = profile_for_short_memory(capture(model, inputs), context)
     return profiled, frontier_of(profiled.profile, context)
 
@@ -229,9 +229,9 @@ def main() -> int:
         costs += more
         steps.append(step)
         print("\n\n".join((floor_table([floor]), cost_table(more), measured_table([step]))), flush=True)
-    tables = {"floors": floors, "costs": costs, "steps": steps}
-    text = {"machine": machine(), **{key: [asdict(row) for row in rows] for key, rows in tables.items()}}
-    PATH.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+        tables = {"floors": floors, "costs": costs, "steps": steps}
+        text = {"machine": machine(), **{key: [asdict(row) for row in rows] for key, rows in tables.items()}}
+        PATH.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
     print("\n\n".join(("", floor_table(floors), cost_table(costs), measured_table(steps))))
     return 0
 

@@ -32,7 +32,7 @@ class LossesAtTheEnd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.trunk(x).tanh()
         logits = [head(part) for head, part in zip(self.heads, x.unbind(1), strict=True)]
-        return sum(part.sigmoid().square().mean() for part in logits)
+        return sum((part * 2).mean() for part in logits)
 
 
 class FrozenTeachers(nn.Module):
@@ -88,7 +88,7 @@ def reordered(model: nn.Module, x: Tensor) -> tuple[int, int, list[str]]:
 def test_each_loss_follows_its_head() -> None:
     before, after, names = reordered(LossesAtTheEnd(), torch.randn(32, NUM_HEADS, 8))
     value = 32 * WIDTH * 4
-    assert before - after >= value, "no gradient of logits is there before it is used"
+    assert before - after >= (NUM_HEADS - 3) * value, "gradients of logits are there one at a time"
     heads = [names.index(name) for name in names if name.startswith("linear") and name != "linear"]
     assert all(b - a > 1 for a, b in pairwise(heads))
 
