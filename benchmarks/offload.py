@@ -1,11 +1,11 @@
 """Values that wait for the backward in host memory: ``python -m benchmarks.offload``.
 
-Three tables. The least peak of a step, planned at training sizes on fakes: with recomputation alone, with offloads too, and
-what every plan holds at some moment (:mod:`fxmem.planners.bound`, whatever it recomputes or offloads), below which none can
-go. What budgets cost, as shares of the eager step's time, by link: roofline times of an H100, copies by the model of
-:mod:`fxmem.planners.offload.link`; recomputation is planned by "intervals". And steps that ran on the CPU at its scale, at the least budget with offloads: the
-planned peak beside the measured one, whose device bytes leave out the copies, and whether gradients are bitwise eager's.
-Losses, no optimizer.
+Three tables. The least peak of a step, planned at training sizes on fakes: with recomputation alone, with offloads too,
+and what every plan holds at some moment (:mod:`fxmem.planners.bound`, whatever it recomputes or offloads), below which none
+can go. What budgets cost, as shares of the eager step's time, by link: roofline times of an H100, copies by the model of
+:mod:`fxmem.planners.offload.link`; recomputation is planned by "intervals". And steps that ran on the CPU at its scale, at
+the least budget with offloads: the planned peak beside the measured one, whose device bytes leave out the copies, and
+whether gradients are bitwise eager's. Losses, no optimizer.
 """
 
 from __future__ import annotations
