@@ -91,8 +91,7 @@ class Measured:
 def planned(name: str) -> tuple[Profiled, tuple[FrontierPoint, ...]]:
     """Return the profile of a step at training size on an H100, and its frontier without offloads."""
     bench = models.get(name)
-    with torch.device("meta"):
-        model, (args, kwargs) = bench.build("gpu"), bench.batch("gpu")
+    model, (args, kwargs) = bench.build("gpu"), bench.batch("gpu")
     step = TrainingStep(loss_fn=bench.loss, optimizer=None)
     inputs = Inputs.of(args, kwargs)
     context = CompileContext(model, inputs, Settings(None, step, "intervals", SECONDS, PRESETS["h100"]))
