@@ -75,6 +75,7 @@ def llama_blocks() -> nn.Module:
 CASES = (
     Case("GPT-2, vocabulary 50,257, batch 8 x 1,024", gpt2, (8, 1024)),
     Case("4 Llama blocks of 2,048, vocabulary 128,256, batch 8 x 1,024", llama_blocks, (8, 1024)),
+    Case("4 Llama blocks of 2,048, vocabulary 128,256, batch 2 x 8,192", llama_blocks, (2, 8192)),
 )
 
 
@@ -111,12 +112,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan-seconds", type=float, default=10.0)
     parser.add_argument("--time", type=int, metavar="STEPS", default=0)
+    parser.add_argument("--case", metavar="TEXT", default="", help="only cases whose name contains it")
     arguments = parser.parse_args()
     if arguments.time:
         whole, pieces = seconds_of_pieces(arguments.time)
         print(f"a step as it is {whole:.3f} s, with the head in pieces {pieces:.3f} s: {pieces / whole - 1:+.1%}")
         return
-    rows = [row for case in CASES for row in floors(case, arguments.plan_seconds)]
+    cases = [case for case in CASES if arguments.case in case.name]
+    rows = [row for case in cases for row in floors(case, arguments.plan_seconds)]
     print(tabulate(rows, headers=("model", "allow", "floor, GB", "share"), tablefmt="github", disable_numparse=True))
 
 

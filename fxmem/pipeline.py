@@ -128,6 +128,7 @@ def compile_model(
         inplace=graph.inplace,
         cuda=emitted.cuda,
         modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
+        points=planned.points if planned else (),
     )
     return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
 
@@ -153,7 +154,8 @@ def profile_for_short_memory(captured: CaptureGraph, context: CompileContext) ->
 
 def short_of_memory(captured: CaptureGraph, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
     """Return what is planned where a step does not fit as it is. ``graph``: what :data:`PASSES` made of ``captured``."""
-    below = run_passes(captured, PASSES_BELOW_THE_FLOOR, context)
+    asked_for = [each for each in PASSES_BELOW_THE_FLOOR if each.enabled(context.settings)]
+    below = run_passes(captured, asked_for, context)
     graph = graph if below is captured else run_passes(below, PASSES, context)
     return run_passes(graph, PASSES_FOR_SHORT_MEMORY, context)
 

@@ -31,6 +31,11 @@ def method_running(module: torch.nn.Module) -> str | None:
     return names[-1] if names else None
 
 
+def frames_of_user(innermost: FrameType) -> Iterator[FrameType]:
+    """Yield the frames from ``innermost`` outwards that run the user's code."""
+    return (frame for frame in _frames(innermost) if not _is_machinery(frame))
+
+
 def _first_argument(frame: FrameType) -> object:
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

@@ -41,7 +41,8 @@ def test_no_folder_of_the_package_holds_more_files_than_can_be_looked_over() -> 
 
 
 @pytest.mark.parametrize(
-    "folder", ["advice", "api", "capture", "cli", "fake", "passes", "planners", "profiling", "report", "runtime"]
+    "folder",
+    ["advice", "api", "capture", "cli", "fake", "passes", "planners", "profiling", "report", "runtime", "watching"],
 )
 def test_packages_hand_on_names_and_do_nothing_else(folder: str) -> None:
     tree = ast.parse((ROOT / "fxmem" / folder / "__init__.py").read_text(encoding="utf-8"))

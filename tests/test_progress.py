@@ -27,7 +27,10 @@ def build() -> nn.Sequential:
     return nn.Sequential(*blocks, nn.BatchNorm1d(32))
 
 
-def test_what_is_done_soon_tells_nothing(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_done_soon_tells_nothing(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxmem.progress.QUIET_SECONDS", 600.0)
     with caplog.at_level(logging.INFO, logger="fxmem"):
         fxmem.optimize(nn.Linear(4, 4), torch.randn(2, 4))
     assert not caplog.records

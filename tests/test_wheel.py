@@ -1,4 +1,4 @@
-"""What a user gets from the wheel: the package with its type marker and its command line, and nothing else."""
+"""What a user gets from the wheel: the package, its type marker, its command line, what its pages are of, no more."""
 
 import os
 import subprocess
@@ -66,8 +66,10 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = set(archive.namelist())
-    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fxmem").rglob("*.py")}
-    assert {name for name in files if ".dist-info/" not in name} == sources | {"fxmem/py.typed"}
+    report = ROOT / "fxmem" / "report"
+    sources = [*(ROOT / "fxmem").rglob("*.py"), *(report / "assets").iterdir(), *(report / "vendor").iterdir()]
+    expected = {path.relative_to(ROOT).as_posix() for path in sources} | {"fxmem/py.typed"}
+    assert {name for name in files if ".dist-info/" not in name} == expected
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in files)
 
 
@@ -76,6 +78,16 @@ def test_package_is_imported_from_the_wheel(python: Path, tmp_path: Path) -> Non
     file, version = out.splitlines()
     assert Path(file).is_relative_to(python.parent.parent)
     assert version == _version_in_metadata(python, tmp_path)
+
+
+def test_the_wheel_writes_pages(python: Path, tmp_path: Path) -> None:
+    script = (
+        "import torch, fxmem\n"
+        "report = fxmem.optimize(torch.nn.Linear(2, 2), torch.randn(4, 2)).fxmem.report\n"
+        "report.save_html('page.html')\n"
+    )
+    _run(python, "-c", script, cwd=tmp_path)
+    assert "uPlot" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_command_line_prints_the_version(python: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def parse_budget(
         return Budget(gpu.memory_bytes - CONTEXT_BYTES - margin_bytes(gpu.memory_bytes))
     device = device_of(model)
     if device.type == "cuda" and torch.cuda.is_available():
-        return Budget(_free_bytes(device, (model, *others)))
+        return Budget(free_bytes(device, (model, *others)))
     if budget == "auto":
         raise BudgetError(
             f'budget="auto" is what a CUDA device has free, and the model is on {device}; move it there first, name a GPU '
@@ -91,7 +91,7 @@ def parse_budget(
     return Budget()
 
 
-def _free_bytes(device: torch.device, holders: Any) -> int:
+def free_bytes(device: torch.device, holders: Any) -> int:
     """Return what a step with the tensors of ``holders`` may take on a CUDA device: all that is free there or held by
     PyTorch's allocator, of this process's share of it, but for other tensors and a margin.
 

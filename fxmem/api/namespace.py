@@ -10,6 +10,7 @@ from torch import fx
 
 from fxmem.api.arguments import check_alone, example_of, region_of_step
 from fxmem.api.loop_plans import LoopPlans
+from fxmem.api.post_mortem import add_post_mortem
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.devices import DeviceModel
 from fxmem.errors import InputError, NotPlannedError
@@ -21,6 +22,7 @@ from fxmem.pipeline import Compiled
 from fxmem.profiling.training_step import TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
+from fxmem.runtime.out_of_memory import explaining
 from fxmem.runtime.step_in_backward import SteppedInBackward, optimizer_for
 from fxmem.torch_private import in_dual_level, in_transform, saved_tensor_hooks_allowed
 
@@ -69,7 +71,17 @@ class Namespace:
         _check_mode()
         inputs = Inputs.of(args, kwargs, self.original)
         region = Autocast.of(device_of(self.original).type)
-        return self.plans.run(inputs, region)
+        with explaining(self.explain):
+            try:
+                return self.plans.run(inputs, region)
+            except torch.OutOfMemoryError as error:
+                self.explain(error)
+                raise
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error of memory what was planned, what is there, and what to do."""
+        latest = self.plans.latest
+        add_post_mortem(error, self.original, None if latest is None else latest.report)
 
     def plan_anew(self, step: TrainingStep) -> None:
         """Forget all plans; those to come are for ``step``, of this method and the others."""

@@ -87,7 +87,7 @@ def track(*holders: Any) -> Iterator[Measurement]:
     >>> memory.peak_bytes
     """
     measurement = Measurement()
-    present = list(tensors_of(holders)) if holders else list(_all_tensors())
+    present = list(tensors_of(holders)) if holders else list(all_tensors())
     devices = sorted({tensor.device for tensor in present if tensor.is_cuda}, key=str)
     if devices:
         del present  # what it holds may die in the body
@@ -116,7 +116,8 @@ def track(*holders: Any) -> Iterator[Measurement]:
         measurement.peak_bytes = tracker.peak_bytes
 
 
-def _all_tensors() -> Iterator[torch.Tensor]:
+def all_tensors() -> Iterator[torch.Tensor]:
+    """Yield every tensor that is alive in the process."""
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.Tensor) and not isinstance(candidate, FakeTensor):
             yield candidate

@@ -9,11 +9,14 @@ from dataclasses import asdict, replace
 import fxmem
 from fxmem.cli.output import DOES_NOT_FIT, FITS, Answer, Table, bytes_table, sized
 from fxmem.cli.session import Session
+from fxmem.cli.watch import watch
 from fxmem.devices import DEVICES, GIB
 from fxmem.errors import InfeasibleBudgetError, InputError, unit_of
 from fxmem.report.modules import table_cells
 
 Command = Callable[[argparse.Namespace], Answer]
+DRAWN = ("timeline", "eager_timeline", "graph", "frontier")
+"""Fields of a report that are for pictures."""
 
 
 def estimate(arguments: argparse.Namespace) -> Answer:
@@ -56,13 +59,14 @@ def plan(arguments: argparse.Namespace) -> Answer:
         report = found.report(limit)
     except InfeasibleBudgetError as error:
         data = {"budget_bytes": limit, "fits": False, "least_bytes": error.least_bytes}
-        return _of(session, Answer("plan", str(error), data, status=DOES_NOT_FIT))
+        notes = _page(session, found)
+        return _of(session, Answer("plan", str(error), data, notes=notes, status=DOES_NOT_FIT))
     peak = report.predicted_peak_bytes if report.cuda is None else report.cuda.allocated_bytes
     headline = (
         f"peak {sized(peak)} within {sized(limit)}: {sized(report.eager_peak_bytes)} as it is, "
         f"{report.overhead_ratio:.1%} more time a step (estimate)"
     )
-    data = {k: v for k, v in report.to_dict().items() if k not in ("timeline", "eager_timeline", "graph", "rows")}
+    data = {k: v for k, v in report.to_dict().items() if k not in (*DRAWN, "rows")}
     data |= {"fits": True, "kept_bytes": report.kept_bytes, "dropped_bytes": report.dropped_bytes}
     pairs = [
         ("peak under the plan", report.predicted_peak_bytes),
@@ -72,7 +76,8 @@ def plan(arguments: argparse.Namespace) -> Answer:
         ("parameters", report.static.parameters_bytes),
         ("optimizer state", report.static.optimizer_state_bytes),
     ]
-    notes = (*report.notes, f"in the training script: model = fxmem.optimize(model, budget={limit}, ...)")
+    script = f"in the training script: model = fxmem.optimize(model, budget={limit}, ...)"
+    notes = (*report.notes, script, *_page(session, found, report))
     table = bytes_table("memory of one training step", pairs, report.eager_peak_bytes)
     return _of(session, Answer("plan", headline, data, (table,), notes))
 
@@ -84,17 +89,16 @@ def report(arguments: argparse.Namespace) -> Answer:
     try:
         made = found.report(session.limit and session.limit[0])
     except InfeasibleBudgetError as error:
-        return _of(
-            session,
-            Answer("report", str(error), {"fits": False, "least_bytes": error.least_bytes}, status=DOES_NOT_FIT),
-        )
+        data = {"fits": False, "least_bytes": error.least_bytes}
+        notes = _page(session, found)
+        return _of(session, Answer("report", str(error), data, notes=notes, status=DOES_NOT_FIT))
     unit, cells = table_cells(made.modules, arguments.depth)
     heads = ("module", "class", f"parameters, {unit}", "gradients", "optimizer", "saved", "recomputed", "ms")
     table = Table(heads, tuple(cells), "by module")
     budget = "as it is" if session.limit is None else f"within {sized(session.limit[0])}"
     headline = f"peak {sized(made.predicted_peak_bytes)} {budget}, at {made.peak_at}"
-    data = {k: v for k, v in made.to_dict().items() if k not in ("timeline", "eager_timeline", "graph")}
-    return _of(session, Answer("report", headline, data, (table,), made.notes))
+    data = {k: v for k, v in made.to_dict().items() if k not in DRAWN}
+    return _of(session, Answer("report", headline, data, (table,), (*made.notes, *_page(session, found, made))))
 
 
 def frontier(arguments: argparse.Namespace) -> Answer:
@@ -142,7 +146,8 @@ def advise(arguments: argparse.Namespace) -> Answer:
     why = [f"{', '.join(labels)}: {note}" for note, labels in of_note.items() if note]
     fits = advice.limit_bytes is None or advice.peak_bytes <= advice.limit_bytes
     status = FITS if fits or (advice.stack is not None and advice.stack.fits) else DOES_NOT_FIT
-    return _of(session, Answer("advise", advice.verdict, advice.to_dict(), (table,), (*todo, *why), status))
+    notes = (*todo, *why, *(_page(session, session.estimate(), advice=advice) if arguments.html else ()))
+    return _of(session, Answer("advise", advice.verdict, advice.to_dict(), (table,), notes, status))
 
 
 def devices(arguments: argparse.Namespace) -> Answer:
@@ -160,6 +165,26 @@ def devices(arguments: argparse.Namespace) -> Answer:
     table = Table(("name", "GiB", "GB/s", "TFLOP/s in bf16"), rows, "GPUs known by name")
     data = {"devices": [asdict(device) for device in known]}
     return Answer("devices", f"{len(rows)} GPUs are known; none of them needs to be here", data, (table,))
+
+
+def _page(
+    session: Session, found: fxmem.Estimate, made: fxmem.Report | None = None, advice: fxmem.Advice | None = None
+) -> tuple[str, ...]:
+    """Write the page that ``--html`` asks for, of what is made or else planned for the limit; return what to note."""
+    path, name = session.arguments.html, "" if session.model is None else session.model.name
+    if path is None:
+        return ()
+    said = ""
+    try:
+        made = made or found.report(session.limit and session.limit[0])
+    except InfeasibleBudgetError:
+        made = replace(found.report(None), budget_bytes=session.limit and session.limit[0])
+        said = ": of the step as it is, for no plan keeps the budget"
+    try:
+        made.save_html(path, title=f"Memory of one training step: {name}", advice=advice)
+    except OSError as error:
+        raise InputError(f"the page cannot be written to {path}: {error.strerror}") from error
+    return (f"page written to {path}{said}",)
 
 
 def _verdict(session: Session, nbytes: int) -> tuple[str, int]:
@@ -193,7 +218,7 @@ def _spread(points: fxmem.Frontier, most: int) -> tuple[fxmem.BudgetPoint, ...]:
 
 def _of(session: Session, answer: Answer) -> Answer:
     model = "" if session.model is None else session.model.name
-    return replace(answer, model=model, assumed=tuple(session.assumed))
+    return replace(answer, model=model, assumed=tuple(dict.fromkeys(session.assumed)))
 
 
 COMMANDS: dict[str, Command] = {
@@ -202,5 +227,6 @@ COMMANDS: dict[str, Command] = {
     "frontier": frontier,
     "report": report,
     "advise": advise,
+    "watch": watch,
     "devices": devices,
 }

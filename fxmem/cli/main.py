@@ -33,8 +33,11 @@ HELP = {
     "frontier": "what every budget costs",
     "advise": "what each habit that saves memory brings, and the least that suffices",
     "report": "what each module holds: parameters, gradients, state, saved, recomputed",
+    "watch": "what a training script takes while it runs",
     "devices": "the GPUs that are known by name",
 }
+USAGE = {"devices": "[options]", "watch": "[options] SCRIPT [ARGS ...]"}
+"""Of commands that are not about a model."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -53,20 +56,27 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     for name, text in HELP.items():
-        usage = f"fxmem {name} [options]" if name == "devices" else f"fxmem {name} MODEL [options]"
+        usage = f"fxmem {name} {USAGE.get(name, 'MODEL [options]')}"
         command = commands.add_parser(name, usage=usage, help=text, description=f"Tell {text}.", formatter_class=_Help)
-        if name != "devices":
+        if name not in USAGE:
             command.add_argument("model", metavar="MODEL", help="such as torchvision:resnet50 (see fxmem --help)")
             add_options(command, "model", OF_MODEL)
             add_options(command, "step", OF_STEP)
             add_options(command, "memory", OF_MEMORY)
             add_options(command, "planning", OF_PLANNING)
+        if name == "watch":
+            command.add_argument("script", metavar="SCRIPT", help="a training script in Python")
+            command.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+            add_options(command, "memory", OF_MEMORY[2:])
+            command.add_argument("--log", metavar="FILE", help="one line of JSON for each step")
         add_output(command)
         if name == "estimate":
             command.add_argument("--floor", action="store_true", help="plan, and tell the least reachable peak too")
             command.add_argument("--max-batch", action="store_true", help="find the largest batch that fits, too")
         if name == "report":
             command.add_argument("--depth", metavar="N", type=int, help="parts of a module path to tell apart")
+        if name in ("plan", "report", "advise"):
+            command.add_argument("--html", metavar="FILE", help="write a page for a browser, too; it loads nothing")
         if name == "frontier":
             command.add_argument("--points", metavar="N", type=int, default=16, help="as many are shown, 0: all (16)")
     return parser

@@ -7,7 +7,9 @@ the Trainer when training begins.
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from transformers import TrainerCallback
 
 from fxmem.api.module import optimize_
 from fxmem.api.planned_class import FxMemModule
+from fxmem.api.prepare import prepare as prepare_for_batches
 from fxmem.profiling.training_step import TrainingStep
 
 
@@ -24,13 +27,23 @@ class FxMemCallback(TrainerCallback):
     - ``budget_gb`` in 10^9 bytes, or ``budget`` as for :func:`fxmem.optimize`, whose other options are taken too. The
       optimizer is the Trainer's, and so is whether gradients accumulate, unless ``step``, ``optimizer`` or
       ``accumulate`` is given.
+    - ``prepare``: whether the training batches are read once before training, as :func:`fxmem.prepare` does, so that the
+      largest is planned for first and no length that comes later costs planning. It prints the peaks.
 
     A model that was optimized before is left as it is. The model's own activation checkpointing is switched off: the plan
     decides what is recomputed. Errors: those of :func:`fxmem.optimize_`.
     """
 
-    def __init__(self, budget_gb: float | None = None, *, budget: float | str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        budget_gb: float | None = None,
+        *,
+        budget: float | str | None = None,
+        prepare: bool = False,
+        **options: Any,
+    ) -> None:
         self._options: dict[str, Any] = {"budget_gb": budget_gb, "budget": budget, **options}
+        self._prepare = prepare
         self._ours: FxMemModule | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
@@ -38,18 +51,38 @@ class FxMemCallback(TrainerCallback):
             self._ours = optimize_(model, **self._options)
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        train_dataloader: Any = None,
+        **others: Any,
     ) -> None:
         _without_checkpointing(model)
-        if self._ours is None or self._options.keys() & {"step", "optimizer", "accumulate"}:
-            return
+        if self._ours is not None and not self._options.keys() & {"step", "optimizer", "accumulate"}:
+            self._ours.fxmem.plan_anew(self._step_of(args, optimizer))
+        ours = _optimized_in(model)
+        if self._prepare and ours is not None:
+            ours.train()
+            prepare_for_batches(ours, train_dataloader, arguments=lambda batch: _call_of(ours, batch))
+
+    def _step_of(self, args: Any, optimizer: Any) -> TrainingStep:
         options = {name: self._options[name] for name in ("loss_fn", "autocast", "scaler") if name in self._options}
-        step = TrainingStep(
+        return TrainingStep(
             optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate's is around the Trainer's
             accumulate=args.gradient_accumulation_steps > 1,
             **options,
         )
-        self._ours.fxmem.plan_anew(step)
+
+
+def _call_of(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the Trainer passes of a batch, and beside it: the number of labels, where the model takes any name."""
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    if not takes_any or "labels" not in batch:
+        return dict(batch)
+    return {**batch, "num_items_in_batch": batch["labels"].ne(-100).sum()}
 
 
 def _without_checkpointing(model: Any) -> None:

@@ -17,7 +17,7 @@ import networkx
 from fxmem.ir import KEEP, GraphProfile, Plan
 from fxmem.report.plots import _done, pyplot
 
-KEPT_COLOUR, DROPPED_COLOUR, EMPTY_COLOUR = "#1d6fb8", "#f28e2b", "#dfe3e8"
+KEPT_COLOUR, DROPPED_COLOUR, INPLACE_COLOUR, EMPTY_COLOUR = "#1d6fb8", "#f28e2b", "#2a9d6f", "#dfe3e8"
 MOST_GROUPS = 45
 """More groups than this are collapsed one level of the module path further."""
 
@@ -34,6 +34,12 @@ class GraphNode:
     kept_bytes: int
     """Of what it creates and autograd saves."""
     dropped_bytes: int
+    nbytes: int
+    """All that it creates."""
+    seconds: float
+    """Estimated time of one run."""
+    source_line: str
+    """The user's ``file:line``; empty when unknown."""
 
 
 def graph_nodes(profile: GraphProfile, plan: Plan) -> tuple[GraphNode, ...]:
@@ -49,8 +55,19 @@ def graph_nodes(profile: GraphProfile, plan: Plan) -> tuple[GraphNode, ...]:
         place[node.index] = len(nodes)
         saved = [profile.storages[s] for s in node.creates if profile.storages[s].num_saves]
         kept = sum(s.nbytes for s in saved if plan.limits[s.index] == KEEP)
-        dropped = sum(s.nbytes for s in saved) - kept
-        nodes.append(GraphNode(node.name, node.op, node.source.module_path, reads, kept, dropped))
+        nodes.append(
+            GraphNode(
+                name=node.name,
+                op=node.op,
+                module_path=node.source.module_path,
+                reads=reads,
+                kept_bytes=kept,
+                dropped_bytes=sum(s.nbytes for s in saved) - kept,
+                nbytes=sum(profile.storages[s].nbytes for s in node.creates),
+                seconds=node.seconds,
+                source_line=node.source.line,
+            )
+        )
     return tuple(nodes)
 
 

@@ -6,9 +6,10 @@ In: a profile, the plan chosen, its verified figures. Out: a :class:`Report`; ``
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from os import PathLike
+from typing import Any, Protocol
 
 from tabulate import tabulate
 
@@ -19,6 +20,7 @@ from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.report.graph import GraphNode, draw_graph, graph_nodes
 from fxmem.report.html import report_html, timeline_svg
+from fxmem.report.model_explorer import write_model_explorer
 from fxmem.report.modules import ModuleRow, module_table
 from fxmem.report.peak import place_of
 from fxmem.report.plots import plot_memory
@@ -37,6 +39,25 @@ class Row(PlainData):
     """Why it may not be dropped; empty if it may."""
     source: str
     """Module path and the user's ``file:line``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCost(PlainData):
+    """One of the plans found: its peak and what it costs."""
+
+    peak_bytes: int
+    """Planned peak of the whole training step."""
+    overhead_ratio: float
+    """Estimated time of what is recomputed over that of the eager step."""
+
+
+class Advised(Protocol):
+    """What a page tells of advice (:class:`fxmem.Advice`)."""
+
+    @property
+    def verdict(self) -> str: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -77,6 +98,8 @@ class Report(PlainData):
     """The same if nothing is dropped."""
     graph: tuple[GraphNode, ...] = field(repr=False)
     """The captured graph with what the plan does, in order of execution."""
+    frontier: tuple[PlanCost, ...] = field(repr=False)
+    """What every budget costs, peaks falling; empty where this size was not planned for, as where all fits as it is."""
     _least_bytes: int | Callable[[], int] | None = field(repr=False, compare=False)
 
     @property
@@ -132,6 +155,26 @@ class Report(PlainData):
         """
         return draw_graph(self.graph, depth)
 
+    def save_html(
+        self, path: str | PathLike[str], *, title: str = "Memory of one training step", advice: Advised | None = None
+    ) -> None:
+        """Write the report as a page for a browser: one file that loads nothing.
+
+        It shows memory over the step before and after, bytes by module, the graph to be opened module by module, tables to
+        sort and filter, what every budget costs where that is known, and ``advice``, as :func:`fxmem.advise` returns it.
+        """
+        from fxmem.report.page import page_data, page_html  # the page is one of reports
+
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page_html(page_data(self, title, advice)))
+
+    def save_model_explorer(self, path: str | PathLike[str], data_path: str | PathLike[str] | None = None) -> None:
+        """Write the graph as JSON that Google's Model Explorer opens, each node coloured by what the plan does with it.
+
+        ``data_path``: a second file, the node data: bytes saved by node, to be loaded over the graph as a colour scale.
+        """
+        write_model_explorer(self.graph, self.inplace, path, data_path)
+
     @property
     def kept_bytes(self) -> int:
         """Bytes of the storages autograd saves that the plan keeps."""
@@ -181,11 +224,12 @@ def build_report(
     inplace: tuple[InplaceDecision, ...],
     cuda: AllocatorPeaks | None = None,
     modules: tuple[ModuleRow, ...] = (),
+    points: Sequence[FrontierPoint] = (),
 ) -> Report:
     """Return the report of ``point``; no plan within the budget recomputes for less than ``bound_seconds``.
 
     ``least_bytes``: the least reachable peak; where it is not known, a function that is called when it is asked for, and
-    it is not written out.
+    it is not written out. ``points``: all that was planned, peaks falling; empty where nothing was.
     """
     decisions = _decisions(profile, point.plan)
     rows = tuple(
@@ -199,14 +243,15 @@ def build_report(
         for s in profile.storages
         if s.num_saves
     )
+    step_seconds = profile.step_seconds
     return Report(
         planner=point.plan.planner,
         budget_bytes=budget_bytes,
         predicted_peak_bytes=verification.verified_bytes,
         eager_peak_bytes=eager_peak_bytes,
         overhead_seconds=point.recompute_seconds,
-        overhead_ratio=point.recompute_seconds / profile.step_seconds if profile.step_seconds else 0.0,
-        gap_ratio=(point.recompute_seconds - bound_seconds) / profile.step_seconds if profile.step_seconds else 0.0,
+        overhead_ratio=point.recompute_seconds / step_seconds if step_seconds else 0.0,
+        gap_ratio=(point.recompute_seconds - bound_seconds) / step_seconds if step_seconds else 0.0,
         plan_seconds=plan_seconds,
         static=profile.static,
         peak_at=str(place_of(profile, peak_step)),
@@ -218,6 +263,9 @@ def build_report(
         timeline=simulate(profile, point.plan, with_steps=True),
         eager_timeline=simulate(profile, keep_all(profile), with_steps=True),
         graph=graph_nodes(profile, point.plan),
+        frontier=tuple(
+            PlanCost(each.peak_bytes, each.recompute_seconds / step_seconds if step_seconds else 0.0) for each in points
+        ),
         _least_bytes=least_bytes,
     )
 
@@ -251,31 +299,31 @@ def _inplace_note(decisions: tuple[InplaceDecision, ...]) -> tuple[str, ...]:
     return (f"{len(done)} ops write over their input; the largest so spares {largest / 1e6:.3f} MB while it runs",)
 
 
-def _summary(report: Report) -> list[tuple[str, str]]:
-    _, scale = unit_of(report.eager_peak_bytes)
-
-    def sized(nbytes: int) -> str:
-        return f"{nbytes / scale:.4f}"
-
-    budget = "none" if report.budget_bytes is None else sized(report.budget_bytes)
-    rows = [
-        ("budget", budget),
-        ("predicted peak", sized(report.predicted_peak_bytes)),
-        ("eager peak", sized(report.eager_peak_bytes)),
-        *([("least reachable peak", sized(report.floor_bytes))] if isinstance(report._least_bytes, int) else []),
-        ("parameters", sized(report.static.parameters_bytes)),
-        ("optimizer state", sized(report.static.optimizer_state_bytes)),
-        ("buffers and batch", sized(report.static.buffers_bytes + report.static.inputs_bytes)),
-        ("saved for backward, kept", sized(report.kept_bytes)),
-        ("saved for backward, dropped", sized(report.dropped_bytes)),
-        *([("saved for backward, offloaded", sized(report.offloaded_bytes))] if report.offloaded_bytes else []),
+def figures(report: Report) -> list[tuple[str, int | None]]:
+    """Return what a report sums up, in words and bytes; None: no budget."""
+    rows: list[tuple[str, int | None]] = [
+        ("budget", report.budget_bytes),
+        ("predicted peak", report.predicted_peak_bytes),
+        ("eager peak", report.eager_peak_bytes),
+        *([("least reachable peak", report.floor_bytes)] if isinstance(report._least_bytes, int) else []),
+        ("parameters", report.static.parameters_bytes),
+        ("optimizer state", report.static.optimizer_state_bytes),
+        ("buffers and batch", report.static.buffers_bytes + report.static.inputs_bytes),
+        ("saved for backward, kept", report.kept_bytes),
+        ("saved for backward, dropped", report.dropped_bytes),
+        *([("saved for backward, offloaded", report.offloaded_bytes)] if report.offloaded_bytes else []),
     ]
     if report.cuda is not None:
-        rows.append(("allocated by CUDA's allocator", sized(report.cuda.allocated_bytes)))
-        rows.append(("reserved by CUDA's allocator", sized(report.cuda.reserved_bytes)))
+        rows.append(("allocated by CUDA's allocator", report.cuda.allocated_bytes))
+        rows.append(("reserved by CUDA's allocator", report.cuda.reserved_bytes))
         if report.cuda.most_allocated_bytes > report.cuda.allocated_bytes:
-            rows.append(("allocated with cuDNN's workspace, upper bound", sized(report.cuda.most_allocated_bytes)))
+            rows.append(("allocated with cuDNN's workspace, upper bound", report.cuda.most_allocated_bytes))
     return rows
+
+
+def _summary(report: Report) -> list[tuple[str, str]]:
+    _, scale = unit_of(report.eager_peak_bytes)
+    return [(name, "none" if nbytes is None else f"{nbytes / scale:.4f}") for name, nbytes in figures(report)]
 
 
 def _render(report: Report) -> str:

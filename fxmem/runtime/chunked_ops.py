@@ -128,7 +128,7 @@ class _Loss(torch.autograd.Function):
         rows, dtype = x.reshape(-1, x.shape[-1]), _lower_dtype(x)
         factors = [weight, bias] if dtype is None else [None if t is None else t.to(dtype) for t in (weight, bias)]
         of_x, of_weight, of_bias = ctx.needs_input_grad[1:4]
-        grad_x = torch.empty_like(rows, memory_format=torch.contiguous_format) if of_x else None
+        grad_x = x.new_empty(x.shape) if of_x else None
         grad_weight = torch.zeros_like(weight) if of_weight else None
         grad_bias = torch.zeros_like(bias) if of_bias and bias is not None else None
         total: Tensor | None = None
@@ -145,13 +145,13 @@ class _Loss(torch.autograd.Function):
             if of_x or of_weight or of_bias:
                 (grad,) = torch.autograd.grad(loss, scores, factor)
                 with _autocast(x, None):
-                    _add_gradients(grad, piece, factors[0], start, grad_x, grad_weight, grad_bias)
+                    _add_gradients(grad, piece, factors[0], start, _rows_of(grad_x), grad_weight, grad_bias)
                 del grad
             total = loss.detach() if total is None else total + loss.detach()
             del loss, scores, piece
         if total is None or factor is None:
             raise ValueError("a cross-entropy of no rows has no pieces")
-        ctx.gradients = (None if grad_x is None else grad_x.view(x.shape), grad_weight, grad_bias)
+        ctx.gradients = (grad_x, grad_weight, grad_bias)
         return total * factor
 
     @staticmethod
@@ -168,6 +168,10 @@ class _Loss(torch.autograd.Function):
             ctx.gradients = None
             scaled = [None if g is None else g.mul_(grad.to(g.dtype)) for g in gradients]
         return None, *scaled, None, None
+
+
+def _rows_of(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.view(-1, x.shape[-1])
 
 
 def _add_gradients(
@@ -226,12 +230,12 @@ class _Rows(torch.autograd.Function):
         for start, length in pieces_of(rows.shape[0], op.k):
             with _autocast(x, ctx.dtype):
                 piece = op.ops(rows.narrow(0, start, length), *weights)
-            if result is None:
-                result = piece.new_empty(rows.shape[0], piece.shape[-1])
-            result.narrow(0, start, length).copy_(piece)
+            if result is None:  # not a view of rows: an op that follows may write over it
+                result = piece.new_empty(*(rows if op.flat else x).shape[:-1], piece.shape[-1])
+            result.view(-1, piece.shape[-1]).narrow(0, start, length).copy_(piece)
             del piece
         assert result is not None, "a chain of no rows is not put in pieces"
-        return result if op.flat else result.view(*x.shape[:-1], result.shape[-1])
+        return result
 
     @staticmethod
     @once_differentiable
@@ -239,7 +243,7 @@ class _Rows(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         op, needs = ctx.op, ctx.needs_input_grad[1:]
         rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        grad_x = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs[0] else None
+        grad_x = x.new_empty(x.shape) if needs[0] else None
         totals: list[Tensor | None] = [None] * len(weights)
         for start, length in pieces_of(rows.shape[0], op.k):
             piece = rows.narrow(0, start, length).detach().requires_grad_(needs[0])
@@ -250,11 +254,11 @@ class _Rows(torch.autograd.Function):
             found = iter(torch.autograd.grad(result, wanted, grad_rows.narrow(0, start, length)))
             del result, wanted
             if grad_x is not None:
-                grad_x.narrow(0, start, length).copy_(next(found))
+                grad_x.view(-1, x.shape[-1]).narrow(0, start, length).copy_(next(found))
             for place, leaf in enumerate(leaves):
                 if leaf.requires_grad:
                     total, one = totals[place], next(found)
                     totals[place] = one if total is None else total.add_(one)
                     del total, one
             del found, piece, leaves
-        return None, None if grad_x is None else grad_x.view(x.shape), *totals
+        return None, grad_x, *totals

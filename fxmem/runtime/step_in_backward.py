@@ -221,8 +221,14 @@ class SteppedInBackward:
     ``optimizer``: what the training loop holds: of the given one's class, with the same ``__dict__``.
     """
 
-    def __init__(self, given: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, given: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """Errors: ``InputError`` if ``given`` cannot step parameters one by one, or another does so already."""
         check_steps_alone(given)
+        if any(map(steps_in_backward, parameters)):
+            raise InputError(
+                "parameters are stepped within the backward already, by the optimizer of a module optimized before: call "
+                "fxmem.restore on that module first"
+            )
         watch, kind = LoopWatch(), type(given)
         made = types.new_class(kind.__name__, (InBackward, kind), {}, lambda own: own.update(_fxmem_steps=watch))
         self.optimizer: Optimizer = object.__new__(made)

@@ -38,6 +38,7 @@ from fxmem.runtime.autocast import autocast_as_in_forward
 from fxmem.runtime.backend_flags import present, under
 from fxmem.runtime.host_memory import HostCopy
 from fxmem.runtime.layout import View, Views, layout_error, layout_message, memory_error
+from fxmem.runtime.out_of_memory import explainer
 from fxmem.runtime.recompute import (
     RandomStates,
     SavedInRerun,
@@ -74,6 +75,7 @@ class Tape:
         self._handles: list[weakref.ref[Handle]] = []
         self._retained = RetainedGraph(self._slots, self._handles)
         self._lock = threading.RLock()
+        self._explain = explainer()
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -278,8 +280,12 @@ class Tape:
         region = autocast_as_in_forward(table.autocast, table.devices, regions_inside=table.regions_inside)
         graph = without_graph() if table.elementwise.issuperset(positions) else saved
         with outside_of_batch(), graph, region, under(self._switches):
-            for p in positions:
-                self._run_recipe(p, (target, position, holding), readers, passing, saved)
+            try:
+                for p in positions:
+                    self._run_recipe(p, (target, position, holding), readers, passing, saved)
+            except torch.OutOfMemoryError as error:
+                self._explain(error)
+                raise
 
     def _needed(self, target: Slot) -> tuple[list[int], dict[int, int]]:
         """Return the recipes to run, in order, and for each storage they refill, how many of them read it.

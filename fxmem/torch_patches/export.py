@@ -1,4 +1,7 @@
-"""Patches of torch.export: what it says, asks and loses while it traces a model."""
+"""Patches of torch.export: what it says, asks and loses while it traces a model.
+
+Its modules are imported where they are patched: with torch._dynamo they take seconds, and an estimate traces nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.export._trace
 from torch import fx
-from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 
 from fxmem.torch_patches.replacing import patch, replaced
 
@@ -26,6 +27,8 @@ def regions_left() -> Iterator[None]:
     It would move what is inside ``torch.no_grad()`` or ``torch.autocast`` into a submodule, which is no flat graph; and
     as autocast's cache is off while it traces, each region would note that the model wants it off. torch 2.11 to 2.15.
     """
+    from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+
     with (
         replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
         replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
@@ -96,13 +99,15 @@ def quiet() -> Iterator[None]:
     assigns to attributes, as every LSTM does; fakes log why an op failed. What the model itself warns of is heard.
     torch 2.11 to 2.15.
     """
+    from torch.export import _trace
+
     known = logging.root.manager.loggerDict.items()
     logs = [log for name, log in known if _is_of_torch(name) and isinstance(log, logging.Logger)]
     levels = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.CRITICAL)
     try:
-        with _only_others_warn(), replaced(torch.export._trace, "print", lambda *_, **__: None):
+        with _only_others_warn(), replaced(_trace, "print", lambda *_, **__: None):
             yield
     finally:
         for log, level in zip(logs, levels, strict=True):

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import fxmem
 from fxmem.cli.main import HELP, build_parser, main
 from fxmem.cli.values import input_named, optimizer_named, plain_value
 from fxmem.errors import InputError
+from tests.test_report_page import data_in
 
 NET = Path(__file__).resolve().parents[2] / "docs" / "commands" / "net.py"
 CALL = f"{NET}:Net --input 8x3x32x32 --loss cross_entropy"
@@ -120,6 +123,21 @@ def test_what_is_assumed_is_printed_with_where_it_is_from(
     assert "assumed" not in run(f"estimate {NET}:Net --quiet", capsys)[1]
 
 
+def test_help_comes_without_torch() -> None:
+    script = """
+import sys
+from fxmem.cli.main import HELP, main
+for words in (["--help"], *([name, "--help"] for name in HELP)):
+    try:
+        main(words)
+    except SystemExit:
+        pass
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "scipy", "networkx", "sympy"}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_every_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     texts = [build_parser().format_help()]
     for name in HELP:
@@ -149,6 +167,34 @@ def test_a_plan_keeps_the_budget_or_says_what_is_least(capsys: pytest.CaptureFix
     status, out, _ = run(f"plan {CALL} --budget 1MB --plan-seconds 2", capsys)
     assert status == 1
     assert "is below the least reachable peak" in out
+
+
+@pytest.mark.slow
+def test_a_page_is_written_of_the_plan_or_of_the_step_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "page.html"
+    for budget, status in (("3MB", 0), ("1MB", 1)):
+        assert run(f"plan {CALL} --budget {budget} --plan-seconds 1 --html {path}", capsys)[0] == status
+        data = data_in(path.read_text(encoding="utf-8"))
+        assert data["title"].endswith("net.py:Net")
+        assert (data["planned_peak_bytes"] <= data["budget_bytes"]) == (status == 0)
+        assert data["sentence"].endswith("which no plan that was found keeps.") == (status == 1)
+
+
+@pytest.mark.exhaustive
+def test_a_page_of_advice_has_its_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    status, out, _ = run(f"advise {CALL} --budget 1MB --plan-seconds 1 --html {path} --format json", capsys)
+    found, advice = json.loads(out), data_in(path.read_text(encoding="utf-8"))["advice"]
+    assert (status, advice["verdict"]) == (found["status"], found["answer"])
+    assert [row[0] for row in advice["rows"]] == [row["label"] for row in found["rows"]]
+
+
+def test_a_page_that_cannot_be_written_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, _, err = run(f"report {CALL} --html {tmp_path}/nowhere/page.html", capsys)
+    assert status == 2
+    assert err.endswith("page.html: No such file or directory\n")
 
 
 def test_inputs_settings_and_optimizers_are_read_as_they_are_written() -> None:

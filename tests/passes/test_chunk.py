@@ -184,6 +184,16 @@ def test_pieces_are_all_rows_once() -> None:
             assert len(pieces) <= k
 
 
+def test_what_follows_may_write_over_a_chains_result() -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8), nn.ReLU(inplace=True)).train(),
+        torch.randn(5, 3, 8),
+    )
+    graph = graph_of(model, x)
+    pieces = in_pieces(graph, mlps_of(graph.graph_module.graph), 2)
+    torch.testing.assert_close(pieces.call(pieces.graph_module, [x]), model(x))
+
+
 class Language(nn.Module):
     def __init__(self) -> None:
         super().__init__()

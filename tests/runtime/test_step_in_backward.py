@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fxmem
+from benchmarks.libraries import import_library
 from fxmem.runtime.step_in_backward import check_steps_alone
 
 ALLOW = ("recompute", "inplace", "optimizer_in_backward")
@@ -192,6 +193,59 @@ def test_restored_models_and_copies_step_as_they_should() -> None:
         _ = fxmem.optimize(build(), batch()).fxmem.optimizer
     fxmem.restore(module)(batch()).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_parameters_are_stepped_by_one_optimizer() -> None:
+    model = build()
+    with pytest.raises(fxmem.InfeasibleBudgetError) as refused:
+        optimized(model, budget=1000)
+    module = optimized(model)
+    assert refused.value.budget_bytes == 1000
+    with pytest.raises(fxmem.InputError, match=r"stepped within the backward already.*fxmem.restore"):
+        optimized(model)
+    fxmem.restore(module)
+    optimized(model)
+
+
+@pytest.mark.exhaustive
+def test_a_gpt2_holds_one_gradient_at_its_peak_and_trains_to_eagers_bits() -> None:
+    transformers = import_library("transformers")
+    tokens = torch.randint(0, 500, (2, 16), generator=torch.Generator().manual_seed(0))
+    call, sizes = {"input_ids": tokens, "labels": tokens}, {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 2000}
+
+    def gpt2() -> nn.Module:
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(n_positions=64, use_cache=False, **sizes)
+        return transformers.GPT2LMHeadModel(config).train()  # type: ignore[no-any-return]
+
+    def trained(
+        model: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[int, list[torch.Tensor]]:
+        torch.manual_seed(1)
+        for _ in range(20):
+            with fxmem.track(module, optimizer, tokens) as measured:
+                output = module(**call)
+                output.loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                del output
+        return measured.peak_bytes, list(model.parameters())
+
+    def planned(**options: Any) -> tuple[int, list[torch.Tensor]]:
+        model, given = gpt2(), {"optimizer": MAKES["adamw"], "cost": "cpu", "plan_seconds": 1, **options}
+        floor = fxmem.estimate(model, None, call, **given).floor_bytes
+        module = fxmem.optimize(model, None, call, budget=floor, **given)
+        own = module.fxmem.optimizer if options else MAKES["adamw"](model.parameters())
+        peak, parameters = trained(model, module, own)
+        assert peak == module.fxmem.report.predicted_peak_bytes == floor
+        return peak, parameters
+
+    (ordinary, theirs), (in_backward, ours) = planned(), planned(allow=ALLOW)
+    nbytes = [p.nbytes for p in ours]
+    assert ordinary - in_backward == sum(nbytes) - max(nbytes)
+    eager = gpt2()
+    _, expected = trained(eager, eager, MAKES["adamw"](eager.parameters()))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected, ours, theirs, strict=True))
 
 
 def test_step_says_once_that_it_does_nothing() -> None:
