@@ -101,14 +101,11 @@ class Tape:
     def _settle_slots(self, node: NodeTape, leaves: list[Any], arguments: Any) -> None:
         """Do with what is final after ``node`` as planned. ``leaves``: of its output."""
         for from_outputs, place, storage in node.holds:
-            source = leaves if from_outputs else leaves_of(arguments)
-            self._slot(storage).fill(source[place].detach())
+            self._slot(storage).fill((leaves if from_outputs else leaves_of(arguments))[place].detach())
         for from_outputs, place, storage in node.sends:
-            source = leaves if from_outputs else leaves_of(arguments)
-            self._slot(storage).host = HostCopy(source[place])
+            self._slot(storage).host = HostCopy((leaves if from_outputs else leaves_of(arguments))[place])
         for storage in node.leaves:
-            slot = self._slots[storage]()
-            if slot is not None and slot.host is not None:
+            if (slot := self._slots[storage]()) is not None and slot.host is not None:
                 slot.host.left()
         if node.connects or node.frees:
             self._connect(node)
@@ -257,8 +254,7 @@ class Tape:
     def fetch_ahead(self, storages: tuple[int, ...]) -> None:
         """Start to fetch what is empty of ``storages`` and can still be asked for."""
         for storage in storages:
-            slot = self._empty_slot(storage)
-            if slot is not None:
+            if (slot := self._empty_slot(storage)) is not None:
                 self.refill(slot)
 
     def unpack_retained(self, handle: Handle) -> torch.Tensor:
