@@ -36,8 +36,11 @@ from fxmem.passes.compress_saved import CompressSaved, notes_of
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.passes.contract import Pass, run_passes
 from fxmem.passes.inplace import Inplace
+from fxmem.passes.reorder import Reorder
 from fxmem.planners import frontier_cache
 from fxmem.planners.bound import lower_bound
+from fxmem.planners.offload.choice import with_offloading
+from fxmem.planners.offload.link import link_of
 from fxmem.planners.pareto import pareto
 from fxmem.planners.plan_check import check_plan
 from fxmem.planners.plan_transfer import Planned, carried_over, of_same_graph
@@ -58,7 +61,7 @@ from fxmem.torch_patches import as_in_training
 
 __all__ = ["CompileContext", "Compiled", "Settings", "compile_model"]
 
-PASSES: tuple[Pass, ...] = (Inplace(),)
+PASSES: tuple[Pass, ...] = (Reorder(), Inplace())
 """Of every graph."""
 PASSES_FOR_SHORT_MEMORY: tuple[Pass, ...] = (CompressSaved(),)
 """Then, of those whose step does not fit its budget as it is: these cost time."""
@@ -118,7 +121,7 @@ def compile_model(
         profiled, emitted = emit_taken_over(profiled, context, earlier)
     if emitted is None:
         profiled = with_times(profiled, context)
-        planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
+        planned = Planned(profiled.profile, frontier_of(profiled.profile, context))
         emitted = emit_within_budget(profiled, context, planned.points)
     profile, point = profiled.profile, emitted.point
     report = build_report(
@@ -131,7 +134,7 @@ def compile_model(
         if planned
         else UnplannedFloor.of(captured, graph, context),
         peak_step=emitted.timeline.peak_step,
-        bound_seconds=lower_bound(profile, settings.budget_bytes or point.peak_bytes, point.recompute_seconds),
+        bound_seconds=_bound_seconds(profile, point, settings),
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings, profiled.captured, _stepped_in_backward(profiled, context, emitted)),
         inplace=graph.inplace,
@@ -177,9 +180,21 @@ def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
     return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
 
 
-def frontier_of(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
+def frontier_of(profile: GraphProfile, context: CompileContext) -> tuple[FrontierPoint, ...]:
     """Return the planner's points under the policy; keeping all it lets is always one of them."""
+    settings = context.settings
     constrained, recomputed = constrain(profile, settings.policy)
+    points = _recomputing(profile, constrained, recomputed, settings)
+    if "offload" in settings.allow:
+        stage(f"planning offloads among {len(profile.storages)} values")
+        link = link_of(context.hardware.name)
+        points = with_offloading(constrained, points, link, never=recomputed, seconds=settings.plan_seconds)
+    return points
+
+
+def _recomputing(
+    profile: GraphProfile, constrained: GraphProfile, recomputed: frozenset[int], settings: Settings
+) -> tuple[FrontierPoint, ...]:
     if "recompute" not in settings.allow:
         return (keeping_all(profile),)
     name, seconds = settings.planner, settings.plan_seconds
@@ -190,6 +205,13 @@ def frontier_of(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoin
         if settings.cache:
             frontier_cache.store(constrained, name, seconds, points)
     return pareto(enforce(constrained, pareto((keeping_all(profile), *points)), recomputed))
+
+
+def _bound_seconds(profile: GraphProfile, point: FrontierPoint, settings: Settings) -> float:
+    """Return seconds below which no plan within the budget stays; nothing is known of plans that offload."""
+    if "offload" in settings.allow:
+        return 0.0
+    return lower_bound(profile, settings.budget_bytes or point.peak_bytes, point.recompute_seconds)
 
 
 def floor_bytes(
@@ -211,7 +233,7 @@ def least_bytes_within(profiled: Profiled, context: CompileContext, planned: lis
     points = carried_over(profile, of_same_graph(profile, planned)[:1], settings.policy)
     if points and (least_bytes := floor_bytes(profiled, context, points)) <= budget_bytes:
         return least_bytes
-    points = frontier_of(profile, settings)
+    points = frontier_of(profile, context)
     planned.append(Planned(profile, points))
     return floor_bytes(profiled, context, points)
 
@@ -264,7 +286,7 @@ class UnplannedFloor:
             with self.scope.entered():
                 graph = short_of_memory(self.captured, self.graph, self.context)
                 profiled = with_times(self.context.profile_of(graph), self.context)
-                points = frontier_of(profiled.profile, self.context.settings)
+                points = frontier_of(profiled.profile, self.context)
                 self._known = floor_bytes(profiled, self.context, points)
         return self._known
 
@@ -277,18 +299,19 @@ def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor
     profile, plan = profiled.profile, replace(compiled.plan, planner=f"{compiled.plan.planner}, of a larger size")
     check_plan(profile, plan)
     timeline, settings = simulate(profile, plan), context.settings
+    point = FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds)
     verification, events = verify(
         compiled.graph_module, captured, context.inputs, timeline, context.step, profiled.seen
     )
     return build_report(
         profile,
-        FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds),
+        point,
         verification,
         budget_bytes=settings.budget_bytes,
         eager_peak_bytes=eager_step(context.model, captured, context.inputs, context.step, profiled.seen).peak_bytes,
         least_bytes=floor,
         peak_step=timeline.peak_step,
-        bound_seconds=lower_bound(profile, settings.budget_bytes or timeline.peak_bytes, timeline.recompute_seconds),
+        bound_seconds=_bound_seconds(profile, point, settings),
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings, captured),
         inplace=captured.inplace,

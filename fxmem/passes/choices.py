@@ -13,6 +13,8 @@ from fxmem.errors import InputError
 CHOICES = {
     "recompute": "values are dropped and computed once more in the backward; no bit changes",
     "inplace": "ops that provably may write over their input do; no bit changes",
+    "offload": "values wait for the backward in host memory, copied while the device computes; no bit changes",
+    "reorder": "ops that do not depend on each other run in another order; no bit changes",
     "chunk": "heads with their loss, and MLPs, run in pieces of rows; sums over rows are added in another order, the same "
     "bits each time",
     "microbatch": "where no plan keeps the budget, the batch runs in pieces, in one call; gradients are added in "

@@ -94,11 +94,7 @@ class NotingTape(Tape):
         for place, view in outputs:
             self._check_made(planned, view.storage, made[place], given)
         self._noted[index] = replace(node, outputs=outputs)
-        for from_outputs, place, storage in node.holds:
-            source = made if from_outputs else leaves_of((args, kwargs))
-            self._slot(storage).fill(source[place].detach())
-        if node.connects or node.frees:
-            self._connect(node)
+        self._settle_slots(node, made, (args, kwargs))
         return output
 
     def _noted_view(self, node: NodeTape, view: View, leaves: list[Any], place: int) -> View:
