@@ -116,9 +116,9 @@ def planned(network: Network, batch: int) -> Planned:
         cache=False,
     )
     captured = capture(model, inputs)
-    profiled = profile_for_short_memory(captured, CompileContext(model, inputs, settings))
+    profiled = profile_for_short_memory(captured, context := CompileContext(model, inputs, settings))
     eager_bytes = eager_step(model, captured, inputs, settings.step, profiled.seen).peak_bytes
-    points = frontier_of(profiled.profile, settings)
+    points = frontier_of(profiled.profile, context)
     return Planned(profiled.profile, points, eager_bytes, time.perf_counter() - start)
 
 

@@ -94,7 +94,7 @@ def _run_budgets(
     settings = Settings(None, step, "auto", plan_seconds, None)
     context = CompileContext(model, inputs, settings, region)
     profiled = profile_for_short_memory(captured, context)
-    points = frontier_of(profiled.profile, settings)
+    points = frontier_of(profiled.profile, context)
     eager_bytes = eager_step(model, captured, inputs, step).peak_bytes
     floor_bytes = points[-1].peak_bytes
     real = OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)

@@ -82,7 +82,7 @@ def emit_within_budget(profiled: Profiled, context: CompileContext, points: tupl
         assert budget_bytes is not None
         emitted = _emit_least(profiled, context, points)
         if emitted.bound_bytes > budget_bytes:
-            raise _infeasible(profiled.profile, emitted, budget_bytes)
+            raise _infeasible(profiled.profile, emitted, budget_bytes, context.settings)
     return emitted
 
 
@@ -172,8 +172,12 @@ def least_of(points: Sequence[FrontierPoint]) -> FrontierPoint:
     return min(points, key=lambda point: point.peak_bytes)
 
 
-def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int) -> InfeasibleBudgetError:
+def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int, settings: Settings) -> InfeasibleBudgetError:
     timeline = least.timeline
+    place = str(place_of(profile, timeline.peak_step))
+    if "recompute" not in settings.allow:
+        remedy = 'allow= lets nothing be recomputed: add "recompute" to it.'
+        return InfeasibleBudgetError(budget_bytes, least.bound_bytes, (), place, remedy)
     tick, static = profile.ticks[timeline.peak_step], profile.static
     rest_bytes = max(0, tick.start_bytes - static.total_bytes)
     breakdown = (
@@ -187,4 +191,4 @@ def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int) -> Inf
         ("workspaces of cuBLAS", static.library_bytes),
         ("unused parts of CUDA's blocks", least.bound_bytes - timeline.peak_bytes),
     )
-    return InfeasibleBudgetError(budget_bytes, least.bound_bytes, breakdown, str(place_of(profile, timeline.peak_step)))
+    return InfeasibleBudgetError(budget_bytes, least.bound_bytes, breakdown, place)

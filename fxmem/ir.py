@@ -219,6 +219,21 @@ class GraphProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class Offload(PlainData):
+    """A recipe that is not run again: what of its products the plan drops is copied to host memory in the forward, and
+    fetched wherever it would be recomputed."""
+
+    recipe: int
+    after: int | None = None
+    """The dropped storage after whose unpacking the fetch is started, ahead of its use; None: when it is asked for."""
+    left: int | None = None
+    """The node of the forward after which the step waits for the copies to be made, and lets go of the originals; None:
+    those after which it refers to them no longer."""
+    stall_seconds: float = 0.0
+    """How long the step waits for the link because of it, by :mod:`fxmem.planners.offload.link`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan(PlainData):
     """What to keep and what to recompute: one retain limit for each managed storage.
 
@@ -226,15 +241,28 @@ class Plan(PlainData):
     at its last forward use, and when a recomputation asked for by a storage of recipe position ``p`` passes through
     it, it is held from then on if ``p <= limit`` (until its last use), else only as long as that recomputation reads
     it. ``limit = last position``: refilled *on the way*; ``limit = own position``: *late*, only when asked for; values
-    between express nested segments. A storage that is itself asked for is always held.
+    between express nested segments. A storage that is itself asked for is always held. All of this holds for what is
+    fetched from host memory, too: an offload only says how a recipe's products are made anew.
     """
 
     planner: str
     limits: tuple[int, ...]
+    offloads: tuple[Offload, ...] = ()
+    """Recipes whose products are fetched, by position."""
 
     @property
     def dropped(self) -> tuple[int, ...]:
         return tuple(i for i, limit in enumerate(self.limits) if limit != KEEP)
+
+    @property
+    def fetched(self) -> frozenset[int]:
+        """Recipes whose products are fetched."""
+        return frozenset(offload.recipe for offload in self.offloads)
+
+    def __setstate__(self, state: list[Any]) -> None:
+        """Pickles of earlier versions have no offloads."""
+        for name, value in zip(self.__slots__, [*state, ()][: len(self.__slots__)], strict=True):
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +283,7 @@ class Timeline(PlainData):
     peak_step: int
     """Index of the peak's tick in ``GraphProfile.ticks``."""
     recompute_seconds: float
+    """What recomputing takes, and waiting for what is fetched."""
     num_recomputed: int
     """Recipe executions in backward."""
     steps: tuple[TimelineStep, ...] = ()
@@ -297,3 +326,17 @@ class InplaceDecision(PlainData):
     nbytes: int
     """Bytes it does not allocate, or would not."""
     why_not: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceMade(PlainData):
+    """What one choice that ``allow=`` named did to the step."""
+
+    choice: str
+    what: str
+    """What was done, where, and what that changes in the numbers."""
+    nbytes: int
+    """Bytes that it took off the peak."""
+
+    def __str__(self) -> str:
+        return f"{self.choice}: {self.nbytes / 1e6:.3f} MB off the peak; {self.what}"

@@ -233,7 +233,8 @@ def _planned(part: Part, context: CompileContext) -> _PlannedPart:
     plan, profile = drop_all(profiled.profile), profiled.profile
     timeline = simulate(profile, plan)
     least_kept = FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds)
-    return _PlannedPart(part, own, profiled, (*frontier_of(profile, own.settings), least_kept))
+    points = frontier_of(profile, own)
+    return _PlannedPart(part, own, profiled, (*points, least_kept) if "recompute" in own.settings.allow else points)
 
 
 def _report_of_part(planned: _PlannedPart, chosen: Emitted) -> Report:

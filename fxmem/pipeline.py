@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph
+from fxmem.capture.joint_steps import joint_steps
 from fxmem.emitted import (
     Emitted,
     bound_bytes,
@@ -28,13 +30,17 @@ from fxmem.emitted import (
     least_of,
     with_budget,
 )
-from fxmem.ir import FrontierPoint, GraphProfile, Plan
+from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Plan
+from fxmem.passes.chunk import Chunk
 from fxmem.passes.compress_saved import CompressSaved, notes_of
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.passes.contract import Pass, run_passes
 from fxmem.passes.inplace import Inplace
+from fxmem.passes.reorder import Reorder
 from fxmem.planners import frontier_cache
 from fxmem.planners.bound import lower_bound
+from fxmem.planners.offload.choice import with_offloading
+from fxmem.planners.offload.link import link_of
 from fxmem.planners.pareto import pareto
 from fxmem.planners.plan_check import check_plan
 from fxmem.planners.plan_transfer import Planned, carried_over, of_same_graph
@@ -44,19 +50,23 @@ from fxmem.planners.simulate import simulate
 from fxmem.profiling.op_benchmark import with_measured_times
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
-from fxmem.profiling.verify import eager_step, verify
+from fxmem.profiling.verify import eager_step, emitted_step, verify
 from fxmem.progress import stage
 from fxmem.report.modules import module_rows
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
+from fxmem.runtime.joint import JointSteps
+from fxmem.runtime.step_in_backward import has_foreign_hooks
 from fxmem.torch_patches import as_in_training
 
 __all__ = ["CompileContext", "Compiled", "Settings", "compile_model"]
 
-PASSES: tuple[Pass, ...] = (Inplace(),)
+PASSES: tuple[Pass, ...] = (Reorder(), Inplace())
 """Of every graph."""
 PASSES_FOR_SHORT_MEMORY: tuple[Pass, ...] = (CompressSaved(),)
 """Then, of those whose step does not fit its budget as it is: these cost time."""
+PASSES_BELOW_THE_FLOOR: tuple[Pass, ...] = (Chunk(),)
+"""Of these too, before all others, if they are allowed: they change numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,15 @@ class Compiled:
     """Its frontier, if it was planned for and not taken over."""
     seen: RecordedStep | None = None
     """What other runs of the step may rely on."""
+    joint: JointSteps | None = None
+    """What runs its steps as programs, if that is asked for."""
+
+    def run(self, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """Return the model's output for a call with these leaves, and its leaves."""
+        if self.joint is None:
+            return self.captured.run(self.graph_module, leaves)
+        outputs = self.joint.run(leaves)
+        return self.captured.unflatten(outputs), outputs
 
     @property
     def report(self) -> Report:
@@ -97,11 +116,12 @@ def compile_model(
     settings = context.settings
     emitted = emit_if_all_fits(profiled, context)
     if emitted is None:
-        profiled = context.profile_of(run_passes(graph, PASSES_FOR_SHORT_MEMORY, context))
+        graph = short_of_memory(captured, graph, context)
+        profiled = context.profile_of(graph)
         profiled, emitted = emit_taken_over(profiled, context, earlier)
     if emitted is None:
         profiled = with_times(profiled, context)
-        planned = Planned(profiled.profile, frontier_of(profiled.profile, settings))
+        planned = Planned(profiled.profile, frontier_of(profiled.profile, context))
         emitted = emit_within_budget(profiled, context, planned.points)
     profile, point = profiled.profile, emitted.point
     report = build_report(
@@ -112,17 +132,18 @@ def compile_model(
         eager_peak_bytes=eager.peak_bytes,
         least_bytes=floor_bytes(profiled, context, planned.points, emitted)
         if planned
-        else UnplannedFloor.of(graph, context),
+        else UnplannedFloor.of(captured, graph, context),
         peak_step=emitted.timeline.peak_step,
-        bound_seconds=lower_bound(profile, settings.budget_bytes or point.peak_bytes, point.recompute_seconds),
+        bound_seconds=_bound_seconds(profile, point, settings),
         plan_seconds=time.perf_counter() - start,
-        notes=_notes(settings, profiled.captured),
+        notes=_notes(settings, profiled.captured, _stepped_in_backward(profiled, context, emitted)),
         inplace=graph.inplace,
         cuda=emitted.cuda,
         modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
         points=planned.points if planned else (),
     )
-    return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
+    joint = joint_steps(profiled.captured, emitted.graph_module, context.inputs)
+    return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen, joint)
 
 
 def peak_of(compiled: Compiled, context: CompileContext) -> int:
@@ -140,8 +161,16 @@ def peak_of(compiled: Compiled, context: CompileContext) -> int:
 def profile_for_short_memory(captured: CaptureGraph, context: CompileContext) -> Profiled:
     """Return the profile that plans are made on where a step does not fit as it is, with the times asked for."""
     stage("profiling")
-    graph = run_passes(captured, (*PASSES, *PASSES_FOR_SHORT_MEMORY), context)
+    graph = short_of_memory(captured, run_passes(captured, PASSES, context), context)
     return with_times(context.profile_of(graph), context)
+
+
+def short_of_memory(captured: CaptureGraph, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
+    """Return what is planned where a step does not fit as it is. ``graph``: what :data:`PASSES` made of ``captured``."""
+    asked_for = [each for each in PASSES_BELOW_THE_FLOOR if each.enabled(context.settings)]
+    below = run_passes(captured, asked_for, context)
+    graph = graph if below is captured else run_passes(below, PASSES, context)
+    return run_passes(graph, PASSES_FOR_SHORT_MEMORY, context)
 
 
 def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
@@ -151,9 +180,23 @@ def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
     return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
 
 
-def frontier_of(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
+def frontier_of(profile: GraphProfile, context: CompileContext) -> tuple[FrontierPoint, ...]:
     """Return the planner's points under the policy; keeping all it lets is always one of them."""
+    settings = context.settings
     constrained, recomputed = constrain(profile, settings.policy)
+    points = _recomputing(profile, constrained, recomputed, settings)
+    if "offload" in settings.allow:
+        stage(f"planning offloads among {len(profile.storages)} values")
+        link = link_of(context.hardware.name)
+        points = with_offloading(constrained, points, link, never=recomputed, seconds=settings.plan_seconds)
+    return points
+
+
+def _recomputing(
+    profile: GraphProfile, constrained: GraphProfile, recomputed: frozenset[int], settings: Settings
+) -> tuple[FrontierPoint, ...]:
+    if "recompute" not in settings.allow:
+        return (keeping_all(profile),)
     name, seconds = settings.planner, settings.plan_seconds
     points = frontier_cache.load(constrained, name, seconds) if settings.cache else None
     if points is None:
@@ -162,6 +205,13 @@ def frontier_of(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoin
         if settings.cache:
             frontier_cache.store(constrained, name, seconds, points)
     return pareto(enforce(constrained, pareto((keeping_all(profile), *points)), recomputed))
+
+
+def _bound_seconds(profile: GraphProfile, point: FrontierPoint, settings: Settings) -> float:
+    """Return seconds below which no plan within the budget stays; nothing is known of plans that offload."""
+    if "offload" in settings.allow:
+        return 0.0
+    return lower_bound(profile, settings.budget_bytes or point.peak_bytes, point.recompute_seconds)
 
 
 def floor_bytes(
@@ -183,7 +233,7 @@ def least_bytes_within(profiled: Profiled, context: CompileContext, planned: lis
     points = carried_over(profile, of_same_graph(profile, planned)[:1], settings.policy)
     if points and (least_bytes := floor_bytes(profiled, context, points)) <= budget_bytes:
         return least_bytes
-    points = frontier_of(profile, settings)
+    points = frontier_of(profile, context)
     planned.append(Planned(profile, points))
     return floor_bytes(profiled, context, points)
 
@@ -218,22 +268,25 @@ class CallScope:
 class UnplannedFloor:
     """The least peak of a step that was not planned for: planned for once, when it is asked for."""
 
+    captured: CaptureGraph
     graph: CaptureGraph
+    """What :data:`PASSES` made of it."""
     context: CompileContext
     """Without the batch, which is not kept for this."""
     scope: CallScope
     _known: int | None = field(default=None)
 
     @staticmethod
-    def of(graph: CaptureGraph, context: CompileContext) -> UnplannedFloor:
-        return UnplannedFloor(graph, context.without_values(), CallScope.around(context.profile_of(graph).devices))
+    def of(captured: CaptureGraph, graph: CaptureGraph, context: CompileContext) -> UnplannedFloor:
+        scope = CallScope.around(context.profile_of(graph).devices)
+        return UnplannedFloor(captured, graph, context.without_values(), scope)
 
     def __call__(self) -> int:
         if self._known is None:
             with self.scope.entered():
-                graph = run_passes(self.graph, PASSES_FOR_SHORT_MEMORY, self.context)
+                graph = short_of_memory(self.captured, self.graph, self.context)
                 profiled = with_times(self.context.profile_of(graph), self.context)
-                points = frontier_of(profiled.profile, self.context.settings)
+                points = frontier_of(profiled.profile, self.context)
                 self._known = floor_bytes(profiled, self.context, points)
         return self._known
 
@@ -246,18 +299,19 @@ def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor
     profile, plan = profiled.profile, replace(compiled.plan, planner=f"{compiled.plan.planner}, of a larger size")
     check_plan(profile, plan)
     timeline, settings = simulate(profile, plan), context.settings
+    point = FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds)
     verification, events = verify(
         compiled.graph_module, captured, context.inputs, timeline, context.step, profiled.seen
     )
     return build_report(
         profile,
-        FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds),
+        point,
         verification,
         budget_bytes=settings.budget_bytes,
         eager_peak_bytes=eager_step(context.model, captured, context.inputs, context.step, profiled.seen).peak_bytes,
         least_bytes=floor,
         peak_step=timeline.peak_step,
-        bound_seconds=lower_bound(profile, settings.budget_bytes or timeline.peak_bytes, timeline.recompute_seconds),
+        bound_seconds=_bound_seconds(profile, point, settings),
         plan_seconds=time.perf_counter() - start,
         notes=_notes(settings, captured),
         inplace=captured.inplace,
@@ -269,7 +323,20 @@ def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor
 # -- what the user is told --------------------------------------------------------------------------------------------
 
 
-def _notes(settings: Settings, captured: CaptureGraph) -> tuple[str, ...]:
+def _stepped_in_backward(profiled: Profiled, context: CompileContext, emitted: Emitted) -> tuple[ChoiceMade, ...]:
+    """Return what steps in the backward bring: the peak of the same plan in an ordinary step is the measure."""
+    step = context.step
+    if not step.in_backward:
+        return ()
+    ordinary = emitted_step(
+        emitted.graph_module, profiled.captured, context.inputs, replace(step, in_backward=False), profiled.seen
+    )
+    brought_bytes = ordinary.peak_bytes - emitted.verification.verified_bytes
+    what = "parameters are stepped within the backward and gradients let go of, which changes no bit"
+    return (ChoiceMade("optimizer_in_backward", what, brought_bytes),)
+
+
+def _notes(settings: Settings, captured: CaptureGraph, made: tuple[ChoiceMade, ...] = ()) -> tuple[str, ...]:
     notes = []
     step = settings.step
     if step.optimizer is None:
@@ -280,11 +347,11 @@ def _notes(settings: Settings, captured: CaptureGraph) -> tuple[str, ...]:
         notes.append("gradients of earlier micro-batches are there at the start of the step")
     if step.loss_fn is None:
         notes.append("the loss is output.loss, or the sum of the outputs where there is none (loss_fn= changes that)")
-    num_hooked = sum(bool(p._backward_hooks or p._post_accumulate_grad_hooks) for p in captured.parameters)
+    num_hooked = sum(has_foreign_hooks(p) for p in captured.parameters)
     if num_hooked:
         notes.append(f"what the hooks on {num_hooked} parameters allocate is not counted")
     if torch.backends.cudnn.benchmark and any(p.is_cuda for p in captured.parameters):
         notes.append(
             "torch.backends.cudnn.benchmark is on: a convolution that runs again may choose another kernel, and bits differ"
         )
-    return (*notes, *notes_of(captured))
+    return (*notes, *notes_of(captured), *map(str, (*captured.choices, *made)))

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode as topmost_mode
 from torch.utils._pytree import GetAttrKey, TreeSpec, register_pytree_node, tree_flatten, tree_leaves
 
 __all__ = [
@@ -48,7 +49,9 @@ __all__ = [
     "current_backward",
     "current_backward_node",
     "device_types",
+    "grad_reaches_all",
     "has_kernel",
+    "has_saved_tensor_hooks",
     "holders_of",
     "in_dual_level",
     "in_transform",
@@ -63,6 +66,7 @@ __all__ = [
     "schema_of",
     "sequence_of",
     "storage_key",
+    "topmost_mode",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -193,6 +197,9 @@ def current_backward_node() -> object | None:
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """True in a backward that retains its graph, and outside of any."""
 
+grad_reaches_all: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+"""True in a backward that is not told which leaves to reach."""
+
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward that runs in this thread; -1 outside of any."""
 
@@ -224,6 +231,11 @@ def attention_order() -> list[str]:
     backends: Any = torch.nn.attention.SDPBackend
     names = {int(backend): name for name, backend in backends.__members__.items()}
     return [names[place] for place in torch._C._get_sdp_priority_order()]
+
+
+def has_saved_tensor_hooks() -> bool:
+    """True if somebody's hooks are given what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 saved_tensor_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]

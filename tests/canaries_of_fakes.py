@@ -137,3 +137,12 @@ def kernels_on_cuda(on: bool) -> object:
             raise LookupError
 
     return outcome(run)
+
+
+@canary(patched=[1], plain=[])
+def clipping_refused(on: bool) -> object:
+    """How many parameters without gradients clipping by norm is seen to be for."""
+    seen: list[int] = []
+    with patches.clipping_refused(lambda parameters: seen.append(len(parameters))) if on else nullcontext():
+        torch.nn.utils.clip_grad_norm_(iter([torch.ones(2, requires_grad=True)]), 1.0)
+    return seen

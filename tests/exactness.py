@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Inputs
+from fxmem.capture.joint_steps import joint_steps
 from fxmem.ir import KEEP, GraphProfile, Plan
 from fxmem.passes.compress_saved import with_compressed_saves
 from fxmem.passes.emit import rewrite
@@ -66,6 +67,9 @@ def tightest(graph_profile: GraphProfile) -> Plan:
 
 NUM_LEAN_PLANS = 2
 """Of the plans, the last ones are checked with calls that save less too, where the model has any."""
+
+NUM_PROGRAMS = [0]
+"""How many plans were checked as programs too."""
 
 PLANS: tuple[MakePlan, ...] = (keep_all, drop_all, passing, random_limits(1), random_limits(2), tightest)
 
@@ -258,13 +262,28 @@ def _compare(
     constants = [t for t in (*emitted.buffers(), *emitted.parameters()) if id(t) not in own]
     verification, _ = verify(emitted, profiled.captured, example, timeline, TrainingStep(loss_fn=loss, optimizer=None))
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return profiled.captured.call(emitted, Inputs.of(args, kwargs).leaves)
+    joint = joint_steps(profiled.captured, emitted, example)  # None, unless FXMEM_RUNTIME=graph
 
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        leaves = Inputs.of(args, kwargs).leaves
+        if joint is None:
+            return profiled.captured.call(emitted, leaves)
+        return profiled.captured.unflatten(joint.run(leaves))
+
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     step = run(forward, model, inputs, loss, region, seed, constants)
     found = differences(eager, step)
+    for what in ("written down", "as a program") if joint is not None and not joint.refusal else ():
+        for buffer, before in buffers:
+            buffer.detach().copy_(before)
+        step = run(forward, model, inputs, loss, region, seed, constants)
+        found += [f"{what}: {problem}" for problem in differences(eager, step)]
+        NUM_PROGRAMS[0] += joint.program is not None and what == "as a program"
     peaks = {"simulated": timeline.peak_bytes, "verified": verification.verified_bytes, "measured": step.peak_bytes}
-    if exact_peak and len(set(peaks.values())) > 1:
+    if exact_peak and joint is not None and joint.program is not None:
+        if step.peak_bytes > timeline.peak_bytes:
+            found.append(f"a program's peak is above the plan's: {peaks}")
+    elif exact_peak and len(set(peaks.values())) > 1:
         found.append(f"peaks differ: {peaks}")
     if step.left_bytes > eager.left_bytes:
         found.append(f"{step.left_bytes} bytes are alive after the step, {eager.left_bytes} under eager")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fxmem
+from fxmem.api.arguments import settings_of
 from fxmem.passes.inplace import decide
 from fxmem.planners import frontier_cache
 from fxmem.planners.registry import PLANNERS
@@ -174,3 +175,38 @@ def test_nothing_is_run_to_estimate_a_model_on_the_meta_device(monkeypatch: pyte
     found = fxmem.estimate(model, x, cache=False)
     assert found.peak_bytes == real.peak_bytes
     assert found.floor_bytes < found.peak_bytes
+
+
+@each_entry_point
+def test_choices_are_allowed_by_name(entry_point: Callable[..., Any]) -> None:
+    with pytest.raises(fxmem.InputError, match=r"unknown choice 'magic' in allow; known: .*inplace.*recompute"):
+        entry_point(build(), batch(), allow=("recompute", "magic"))
+    with pytest.raises(fxmem.InputError, match=r"allow must be a sequence of choices, such as .*, not 'recompute'"):
+        entry_point(build(), batch(), allow="recompute")
+    with pytest.raises(fxmem.InputError, match="policy= says to recompute, which allow= does not"):
+        entry_point(build(), batch(), allow=("inplace",), policy=[("gelu", "recompute")])
+
+
+def test_nothing_is_recomputed_that_may_not_be() -> None:
+    model, x = build(), batch()
+    kept = fxmem.estimate(model, x, cost="cpu", cache=False, allow=("inplace",))
+    assert (
+        kept.floor_bytes == kept.frontier()[0].predicted_peak_bytes > fxmem.estimate(model, x, cost="cpu").floor_bytes
+    )
+    with pytest.raises(fxmem.InfeasibleBudgetError, match='add "recompute" to it'):
+        fxmem.optimize(model, x, budget=kept.floor_bytes - 1, allow=("inplace",), cost="cpu")
+    assert fxmem.optimize(model, x, budget=kept.floor_bytes, allow=("inplace",), cost="cpu").fxmem.plan.dropped == ()
+
+
+def test_inplace_is_a_choice_too() -> None:
+    model = nn.Sequential(nn.Linear(16, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 16)).train()
+    assert fxmem.optimize(model, batch(), allow=("recompute",)).fxmem.report.inplace == ()
+    assert fxmem.optimize(model, batch()).fxmem.report.inplace != ()
+
+
+def test_settings_of_earlier_versions_allow_what_they_did() -> None:
+    settings = settings_of({})
+    earlier = settings.__getstate__()[:-1]
+    settings.__setstate__(earlier)
+    assert settings == settings_of({})
+    assert settings.allow == {"recompute", "inplace"}

@@ -17,6 +17,8 @@ import torch
 
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.errors import InputError
+from fxmem.passes.choices import DEFAULT as ALLOWED
+from fxmem.passes.choices import check_choices
 from fxmem.passes.context import Settings
 from fxmem.planners.policy import Rule, check_policy
 from fxmem.planners.registry import PLANNERS
@@ -45,6 +47,7 @@ class Options(TypedDict, total=False):
     plan_seconds: float
     cost: str
     policy: Sequence[Rule]
+    allow: Sequence[str]
     inplace: bool
     compress_saved: bool
     budget_of: str
@@ -64,6 +67,7 @@ DEFAULTS: Options = {
     "plan_seconds": 30.0,
     "cost": "auto",
     "policy": (),
+    "allow": ALLOWED,
     "inplace": True,
     "compress_saved": True,
     "budget_of": "allocated",
@@ -83,6 +87,8 @@ OPTIONS_DOC = """
       (:mod:`fxmem.profiling.op_benchmark`); the name of a hardware preset, such as ``"a100"``, estimates them.
     - ``policy``: rules of what must be saved or recomputed, such as ``("layers.*.attn", "save")`` or
       ``("relu", "recompute")``; the first that matches a node decides (:mod:`fxmem.planners.policy`).
+    - ``allow``: what may be done so that less memory is taken, by name; what each choice changes in the numbers says
+      :data:`fxmem.passes.choices.CHOICES`. By default ``("recompute", "inplace")``, which change no bit.
     - ``inplace``: whether ops that provably may write over their input do (:mod:`fxmem.passes.inplace`).
     - ``compress_saved``: whether dropout masks and inputs that no backward reads are saved in fewer bytes where
       memory is short (:mod:`fxmem.passes.compress_saved`).
@@ -115,17 +121,22 @@ def settings_of(options: Options) -> Settings:
     """Return the checked settings for ``options``, without a budget."""
     given: Options = {**DEFAULTS, **options}
     cost = _known("cost", given["cost"], COSTS)
+    allow, policy = check_choices(given["allow"]), check_policy(given["policy"])
+    if "recompute" not in allow and any(action == "recompute" for _, action in policy):
+        raise InputError('policy= says to recompute, which allow= does not: add "recompute" to allow, or drop the rule')
+    step = _step_of(given)
     return Settings(
         budget_bytes=None,
-        step=_step_of(given),
+        step=replace(step, in_backward=True) if "optimizer_in_backward" in allow else step,
         planner=_known("planner", given["planner"], PLANNERS),
         plan_seconds=_positive("plan_seconds", given["plan_seconds"]),
         hardware=preset_of(cost),
         measure=cost == "measure" or (cost == "auto" and may_measure()),
-        policy=check_policy(given["policy"]),
+        policy=policy,
         cache=bool(given["cache"]),
         inplace=bool(given["inplace"]),
         compress_saved=bool(given["compress_saved"]),
+        allow=allow,
         budget_of=_known("budget_of", given["budget_of"], ("allocated", "reserved")),
     )
 

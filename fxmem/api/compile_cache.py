@@ -24,6 +24,7 @@ from fxmem.capture.guards import ModelStates, arguments_of, constants_of
 from fxmem.capture.written_state import Before
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
 from fxmem.ir import Plan
+from fxmem.microbatch import compile_in_pieces
 from fxmem.partial import RunPart, Serve, compile_in_parts, run_part
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
@@ -125,7 +126,7 @@ class CompileCache:
         """
         captured = compiled.captured
         if id(compiled) not in self._untried:
-            return captured.run(compiled.graph_module, inputs.leaves)
+            return compiled.run(inputs.leaves)
         before = Before(captured, inputs.leaves)
         try:
             output = captured.run(compiled.graph_module, inputs.leaves)
@@ -280,14 +281,19 @@ class CompileCache:
             with suppress(InfeasibleBudgetError):  # its own size may fit
                 compiled = self._planned(family, captured, larger, autocast)
                 return self._at_other_size(compiled, inputs, autocast)
-        return self._planned(family, captured, inputs, autocast)
+        try:
+            return self._planned(family, captured, inputs, autocast)
+        except InfeasibleBudgetError as error:
+            if "microbatch" not in self._settings.allow:
+                raise
+            return compile_in_pieces(CompileContext(self._model, inputs, self._settings, autocast), error)
 
     def _planned(self, family: Family, captured: CaptureGraph, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        context = CompileContext(self._model, inputs, self._settings, autocast)
         try:
-            context = CompileContext(self._model, inputs, self._settings, autocast)
             compiled = compile_model(context, captured, family.planned)
         except InfeasibleBudgetError as error:
-            if not captured.dynamic:
+            if not captured.dynamic or "microbatch" in self._settings.allow:
                 raise
             try:
                 largest = self._largest_batch(captured, inputs, error.budget_bytes)

@@ -150,7 +150,7 @@ class Question:
             with told(what, CAPTURE_SECONDS + context.settings.plan_seconds), self.on_fakes():
                 base = context.profile_of(self._captured())
                 short = profile_for_short_memory(self._captured(), context)
-                points = frontier_of(short.profile, context.settings)
+                points = frontier_of(short.profile, context)
                 self._floor_bytes = floor_bytes(short, context, points)
             self.planned.insert(0, Planned(short.profile, points))
             self.context = replace(context, base=base, _profiles={})

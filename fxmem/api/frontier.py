@@ -73,7 +73,7 @@ def frontier(
         with as_in_training():
             captured = capture(model, inputs, context.autocast)
             profile = profile_for_short_memory(captured, context).profile
-        return frontier_from(profile, frontier_of(profile, settings))
+        return frontier_from(profile, frontier_of(profile, context))
 
 
 def frontier_from(profile: GraphProfile, points: Sequence[FrontierPoint]) -> Frontier:
@@ -87,5 +87,5 @@ def frontier_from(profile: GraphProfile, points: Sequence[FrontierPoint]) -> Fro
             overhead_ratio=point.recompute_seconds / step_seconds,
             gap_ratio=point.gap_seconds / step_seconds,
         )
-        for point in with_bounds(profile, points)
+        for point in (points if any(p.plan.offloads for p in points) else with_bounds(profile, points))
     )

@@ -76,7 +76,11 @@ def optimize(
         return cast(FxMemModule, compiled_module(model, example, (budget_gb, budget, budget_mb), options))
     settings = _settings(model, (example_args, example_kwargs), (budget_gb, budget, budget_mb), plan_for, options)
     module = optimized(model, settings, check_methods(model, methods))
-    return _planned(module, example_args, example_kwargs, plan_for, shapes)
+    try:
+        return _planned(module, example_args, example_kwargs, plan_for, shapes)
+    except BaseException:
+        module.fxmem.step_after_backwards()
+        raise
 
 
 @with_options

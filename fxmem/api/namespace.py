@@ -23,6 +23,7 @@ from fxmem.profiling.training_step import TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.out_of_memory import explaining
+from fxmem.runtime.step_in_backward import SteppedInBackward, optimizer_for
 from fxmem.torch_private import in_dual_level, in_transform, saved_tensor_hooks_allowed
 
 
@@ -40,6 +41,30 @@ class Namespace:
         self.plans = LoopPlans(original, settings)
         self._elsewhere: tuple[Plan, Report] | None = None
         """What was planned for a GPU that need not be here."""
+        self._stepped: SteppedInBackward | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """With ``allow=(..., "optimizer_in_backward")``: the optimizer that steps the parameters within the backward, for
+        schedulers, ``state_dict`` and ``load_state_dict``. Its ``step`` and ``zero_grad`` do nothing, and say so once.
+
+        Errors: ``InputError`` without that choice.
+        """
+        if self._stepped is None:
+            raise InputError('there is an optimizer here only with allow=(..., "optimizer_in_backward")')
+        return self._stepped.optimizer
+
+    def step_in_backwards(self) -> None:
+        """Let backwards step the parameters from now on, if that is asked for. Errors: ``InputError``."""
+        if self.settings.step.in_backward:
+            parameters = [p for p in self.original.parameters() if p.requires_grad]
+            self._stepped = SteppedInBackward(optimizer_for(self.settings.step.optimizer, parameters), parameters)
+
+    def step_after_backwards(self) -> None:
+        """Take back :meth:`step_in_backwards`."""
+        if self._stepped is not None:
+            self._stepped.detach()
+            self._stepped = None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the original returns for a training call, computed under the plan of such calls."""
@@ -60,6 +85,7 @@ class Namespace:
 
     def plan_anew(self, step: TrainingStep) -> None:
         """Forget all plans; those to come are for ``step``, of this method and the others."""
+        step = replace(step, in_backward=self.settings.step.in_backward)
         self.settings = replace(self.settings, step=step)
         self.plans, self._elsewhere = LoopPlans(self.original, self.settings), None
         for method in self.methods.values():

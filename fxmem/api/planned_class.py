@@ -192,6 +192,7 @@ def optimized(model: torch.nn.Module, settings: Settings, methods: Sequence[str]
 def namespace_for(original: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> Namespace:
     """Return what is known of ``original`` before any call: its settings, for its forward and each of ``methods``."""
     planned = Namespace(original, settings)
+    planned.step_in_backwards()
     for name in methods:
         if name != "forward":
             planned.methods[name] = Namespace(_with_forward(original, name), settings)
@@ -235,6 +236,7 @@ def restored(module: FxMemModule) -> torch.nn.Module:
             "take back what replaced it last: del model.forward"
         )
     original = module._fxmem.original
+    module._fxmem.step_after_backwards()
     object.__setattr__(module, "__class__", kind._fxmem_kind)
     for name in HOOKS:
         if not shared.get(name):
@@ -297,6 +299,7 @@ def _let_go(kind: weakref.ref[type[FxMemModule]]) -> None:
     """Free what the class of a module that is gone holds: fully_shard keeps all classes that it has seen."""
     held = kind()
     if held is not None:
+        held._fxmem.step_after_backwards()
         del held._fxmem
         held._fxmem_own.clear()
 

@@ -24,6 +24,7 @@ from fxmem.capture.dynamic_batch import (
 )
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
+from fxmem.capture.joint_steps import joint_steps
 from fxmem.errors import CaptureError, InputError
 from fxmem.passes.context import CompileContext
 from fxmem.pipeline import CallScope, Compiled, UnplannedFloor, report_at
@@ -181,7 +182,7 @@ class LazyReport:
     def __call__(self) -> Report:
         if self._known is None:
             with self._scope.entered():
-                floor = UnplannedFloor(self.compiled.captured, self._context, self._scope)
+                floor = UnplannedFloor(self.compiled.captured, self.compiled.captured, self._context, self._scope)
                 self._known = report_at(self._context, self.compiled, floor)
         return self._known
 
@@ -197,4 +198,5 @@ class LazyReport:
 
 def at_other_size(context: CompileContext, compiled: Compiled) -> Compiled:
     """Return ``compiled`` as it serves the size of ``context``."""
-    return replace(compiled, _report=LazyReport(context, compiled), planned=None)
+    joint = joint_steps(compiled.captured, compiled.graph_module, context.inputs)
+    return replace(compiled, _report=LazyReport(context, compiled), planned=None, joint=joint)

@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from fxmem.capture.pytrees import flattened
 from fxmem.capture.value_guards import ValueGuard, all_hold
 from fxmem.errors import InputError
-from fxmem.ir import InplaceDecision, Source
+from fxmem.ir import ChoiceMade, InplaceDecision, Source
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_private import TreeSpec, tree_unflatten
 
@@ -143,6 +143,8 @@ class CaptureGraph:
     """What other sizes of the dynamic dimensions the graph is for."""
     inplace: tuple[InplaceDecision, ...] = ()
     """What was decided of each op that has an in-place form, once that pass has run."""
+    choices: tuple[ChoiceMade, ...] = ()
+    """What opt-in choices did to it."""
     made_from: CaptureGraph | None = None
     """Of an emitted graph: the one that its plan was made for."""
 
@@ -164,14 +166,19 @@ class CaptureGraph:
         return self.run(graph_module, leaves)[0]
 
     def run(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Return the model's output, computed by ``graph_module``, and its leaves.
+        """Return the model's output, computed by ``graph_module``, and its leaves."""
+        outputs = self.leaves_of(graph_module, leaves)
+        return self.unflatten(outputs), outputs
+
+    def leaves_of(self, graph_module: Callable[..., Any], leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return the leaves of the model's output, computed by ``graph_module``.
 
         After an in-place write, autograd differentiates the views of the written tensor anew: by ``as_strided``, or, as it
         always does on fakes, by the views' own ops. Asking for the latter makes the same tensors as were profiled.
         """
         with self.scope(), _force_original_view_tracking(True):
             outputs: Sequence[Any] = graph_module(*leaves)
-            return self.unflatten(outputs), outputs
+            return outputs
 
     def serves(self, inputs: Inputs) -> bool:
         """True if the model goes this graph's way where it looks at values of ``inputs``."""

@@ -11,6 +11,7 @@ import torch
 from fxmem.capture.dynamic_batch import without_values
 from fxmem.capture.graph import CaptureGraph, Inputs, device_of
 from fxmem.fake.stand_in import original_of
+from fxmem.passes.choices import DEFAULT
 from fxmem.planners.policy import Rule
 from fxmem.profiling.allocator_state import AllocatorState, allocator_state
 from fxmem.profiling.profile import Profiled, profile
@@ -47,6 +48,8 @@ class Settings:
     """On CUDA, what the budget bounds: "allocated" bytes or "reserved" ones."""
     budget_share: float | None = None
     """The budget as a share of eager's peak, which sets ``budget_bytes`` for each kind of call."""
+    allow: frozenset[str] = frozenset(DEFAULT)
+    """Keys of :data:`fxmem.passes.choices.CHOICES`."""
 
     def seen_with(self, leaves: Sequence[Any]) -> Settings:
         """Return the settings with targets that are an example for these inputs, if it is not known yet for which."""

@@ -15,6 +15,7 @@ from torch import fx
 from fxmem.capture.graph import CaptureGraph, attribute_of, count_of_batches
 from fxmem.ir import KEEP, Plan
 from fxmem.passes.context import CompileContext, Settings
+from fxmem.planners.offload.recipes import fetched_ahead, with_offloads
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.op_bindings import callable_of
 from fxmem.runtime.other_sizes import Sizes, TapeOpener
@@ -34,6 +35,9 @@ class _Live:
     held: frozenset[int]
     """Kept storages that such a recipe reads."""
     recipes: frozenset[int]
+    """Those that run again."""
+    fetched: frozenset[int]
+    """Those whose products are fetched from host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ def rewrite(profiled: Profiled, plan: Plan, sizes: Sizes | None = None) -> fx.Gr
 
     ``sizes``: what other sizes of the graph's inputs the plan may serve.
     """
+    profiled = replace(profiled, profile=with_offloads(profiled.profile, plan))
     live = _live(profiled, plan)
     captured = profiled.captured.graph_module
     tapes = _node_tapes(profiled, plan, live)
@@ -130,7 +135,8 @@ def _live(profiled: Profiled, plan: Plan) -> _Live:
             elif i not in dropped:
                 dropped.add(i)
                 stack.append(i)
-    return _Live(frozenset(dropped), frozenset(held), frozenset(used))
+    fetched = used & plan.fetched
+    return _Live(frozenset(dropped), frozenset(held), frozenset(used - fetched), frozenset(fetched))
 
 
 def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTape]:
@@ -141,13 +147,15 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
     for s in live.held:
         holds.setdefault(profiled.last_writer[s], []).append(s)
     makers = {profile.storages[s].creator for s in live.held}
+    sends, leaves = _sent(profiled, live)
     connects, frees = _connections(profiled, live)
     inputs = _inputs(profiled)
     tapes = {}
     for node in profile.nodes:
         hooked = any(s in live.dropped for s in node.saves)
         given = {view.storage for _, view in profiled.arguments[node.index]}
-        if hooked or node.index in holds or node.index in replayed or node.index in makers:
+        moved = node.index in sends or node.index in leaves
+        if hooked or moved or node.index in holds or node.index in replayed or node.index in makers:
             tapes[node.index] = NodeTape(
                 index=node.index,
                 name=node.name,
@@ -165,8 +173,27 @@ def _node_tapes(profiled: Profiled, plan: Plan, live: _Live) -> dict[int, NodeTa
                 holds=tuple(_hold(profiled, node.index, s) for s in sorted(holds.get(node.index, ()))),
                 connects=tuple((r, tuple(made)) for r, made in connects.get(node.index, {}).items()),
                 frees=tuple(frees.get(node.index, ())),
+                sends=tuple(_hold(profiled, node.index, s) for s in sends.get(node.index, ())),
+                leaves=tuple(leaves.get(node.index, ())),
             )
     return tapes
+
+
+def _sent(profiled: Profiled, live: _Live) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Say, by node, what is copied to host memory once it is done, and what the forward lets go of then. Internals are
+    copied as they are saved."""
+    profile = profiled.profile
+    sends: dict[int, list[int]] = {}
+    leaves: dict[int, list[int]] = {}
+    moved = [s for s in sorted(live.dropped) if profile.storages[s].recipe in live.fetched]
+    last_used = {s: tick.node for tick in profile.ticks for s in tick.last_used}
+    for s in moved:
+        if not profile.storages[s].internal:
+            sends.setdefault(profiled.last_writer[s], []).append(s)
+        node = last_used.get(s)
+        assert node is not None, "what the forward lets go of after its end is an output"
+        leaves.setdefault(node, []).append(s)
+    return sends, leaves
 
 
 def _inputs(profiled: Profiled) -> frozenset[int]:
@@ -206,20 +233,28 @@ def _hold(profiled: Profiled, node: int, storage: int) -> tuple[bool, int, int]:
 
 def _table(profiled: Profiled, plan: Plan, live: _Live, tapes: dict[int, NodeTape]) -> TapeTable:
     profile = profiled.profile
+    fetched = {r: tuple(s for s in profile.recipes[r].products if s in live.dropped) for r in sorted(live.fetched)}
+    ahead: dict[int, tuple[int, ...]] = {}
+    for offload in plan.offloads:
+        if offload.after is not None and offload.recipe in live.fetched:
+            ahead[offload.after] = (*ahead.get(offload.after, ()), *fetched_ahead(profile, plan, offload.recipe))
     used = [r if r in live.recipes else None for r in range(len(profile.recipes))]
     return TapeTable(
         nodes=tapes,
         recomputes=tuple(None if r is None else profiled.recomputes[r] for r in used),
         elementwise=frozenset(
             r for r in live.recipes if (recompute := profiled.recomputes[r]) and recompute.elementwise
-        ),
+        )
+        | live.fetched,
         recipe_inputs=tuple(recipe.inputs for recipe in profile.recipes),
         recipe_statics=tuple(() if r is None else _statics_of(profiled.recomputes[r]) for r in used),
         recipe_of=tuple(s.recipe for s in profile.storages),
         limits=plan.limits,
         dropped=live.dropped,
         from_nothing=frozenset(
-            s for s in live.dropped if (r := profile.storages[s].recipe) is not None and not profile.recipes[r].inputs
+            s
+            for s in live.dropped
+            if (r := profile.storages[s].recipe) in live.recipes and r is not None and not profile.recipes[r].inputs
         ),
         internal=frozenset(s.index for s in profile.storages if s.internal),
         devices=profiled.devices,
@@ -227,6 +262,8 @@ def _table(profiled: Profiled, plan: Plan, live: _Live, tapes: dict[int, NodeTap
         regions_inside=profiled.captured.autocast_device is not None,
         names=tuple(s.name for s in profile.storages),
         nbytes=tuple(s.nbytes for s in profile.storages),
+        fetched=fetched,
+        ahead=ahead,
     )
 
 
@@ -239,7 +276,8 @@ def _comments(profiled: Profiled, plan: Plan, live: _Live) -> dict[str, str]:
     for s in profiled.profile.storages:
         if not s.num_saves and s.index not in live.held | live.dropped:
             continue
-        verb = "drop" if s.index in live.dropped else "keep"
+        verb = "offload" if s.recipe in live.fetched else "drop"
+        verb = verb if s.index in live.dropped else "keep"
         what = f" {s.name.rpartition('.')[2]}" if "." in s.name else ""
         name = profiled.profile.nodes[s.creator].name
         comments.setdefault(name, []).append(f"{verb}{what} {s.nbytes / 1e6:.3f} MB")

@@ -111,7 +111,7 @@ class Inplace:
     name = "inplace"
 
     def enabled(self, settings: Settings) -> bool:
-        return settings.inplace
+        return settings.inplace and "inplace" in settings.allow
 
     def apply(self, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
         decisions = decide(context.profile_of(graph))

@@ -17,6 +17,8 @@ def check_plan(profile: GraphProfile, plan: Plan) -> None:
     2. The recipe of a dropped storage makes it, and none of its nodes is one that may never run again.
     3. Its inputs are there when it reruns: kept, or dropped and made by recipes of lower position.
     4. It writes nothing but what it makes.
+
+    Of what is fetched from host memory only the first and that the recipe makes it: nothing runs again for it.
     """
     check_limits(profile, plan)
     for s in plan.dropped:
@@ -25,7 +27,8 @@ def check_plan(profile: GraphProfile, plan: Plan) -> None:
         recipe = profile.recipes[position]
         if s not in recipe.products:
             raise ValueError(f"recipe {position} does not make {profile.storages[s].name}, which the plan drops")
-        _check_recipe(profile, plan, recipe)
+        if position not in plan.fetched:
+            _check_recipe(profile, plan, recipe)
 
 
 def _check_recipe(profile: GraphProfile, plan: Plan, recipe: Recipe) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxmem.ir import FrontierPoint, GraphProfile, NodeProfile, Plan
 from fxmem.planners.bound import lower_bound
-from fxmem.planners.pareto import Clock, cheapest_within, judge_all
+from fxmem.planners.pareto import Clock, cheapest_within, judge_all, pareto
 from fxmem.planners.policy import Rule, constrain, enforce
-from fxmem.planners.simulate import check_limits
+from fxmem.planners.simulate import check_limits, simulate
 
 MOST_WORSE = 0.01
 """Of the step's time."""
@@ -45,8 +45,16 @@ def carried_over(
 ) -> tuple[FrontierPoint, ...]:
     """Return the frontier that the plans of ``earlier`` sizes make for ``profile``."""
     constrained, recomputed = constrain(profile, policy)
-    limits = [p.plan.limits for one in earlier for p in one.points if _may_have(constrained, p.plan)]
-    return enforce(constrained, judge_all(constrained, "earlier size", limits, Clock(SECONDS)), recomputed)
+    plans = [p.plan for one in earlier for p in one.points if _may_have(constrained, p.plan)]
+    limits = [plan.limits for plan in plans if not plan.offloads]
+    points = enforce(constrained, judge_all(constrained, "earlier size", limits, Clock(SECONDS)), recomputed)
+    return pareto((*points, *(_judged(constrained, plan) for plan in plans if plan.offloads)))
+
+
+def _judged(profile: GraphProfile, plan: Plan) -> FrontierPoint:
+    """Return a plan that offloads with its peak here; waits for the link are those of the size that it was made for."""
+    timeline = simulate(profile, plan)
+    return FrontierPoint(replace(plan, planner="earlier size"), timeline.peak_bytes, timeline.recompute_seconds)
 
 
 def taken_over(

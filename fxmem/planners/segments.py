@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from fxmem.ir import GraphProfile, Phase
 from fxmem.planners.cuts import Spans, node_positions
-from fxmem.planners.simulate import NO_RECIPE, Tables, TickRow, prefix_of, tables_of
+from fxmem.planners.prefix import TickRow, prefix_of
+from fxmem.planners.simulate import NO_RECIPE, Tables, tables_of
 
 LONG_CELLS = 3
 """NOTE [Bytes that are counted once], rule 1."""

@@ -21,19 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import add
 
 from fxmem.ir import KEEP, GraphProfile, Phase, Plan, Timeline, TimelineStep
+from fxmem.planners.offload.recipes import with_offloads
+from fxmem.planners.prefix import Prefix, TickRow, prefix_of
 
 NO_RECIPE = -1
 """Position, in :class:`Tables`, of a storage that may not be dropped."""
 
 SECONDS_UNIT = 2.0**40
 """Parts of a second that times are rounded to."""
-
-TickRow = tuple[tuple[int, ...], int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""A tick as ``(unpacks, start_bytes, peak_bytes, creates, last_used, releases)``."""
 
 
 def simulate(profile: GraphProfile, plan: Plan, *, with_steps: bool = False) -> Timeline:
@@ -42,35 +41,28 @@ def simulate(profile: GraphProfile, plan: Plan, *, with_steps: bool = False) -> 
     Errors: ``ValueError`` if the plan drops a storage that has no recipe. ``with_steps`` fills ``Timeline.steps``.
     """
     check_limits(profile, plan)
+    profile = with_offloads(profile, plan)
+    run = run_of(profile, plan.limits, record=with_steps or bool(plan.offloads))
+    num_fetched = sum(recipe in plan.fetched for _, recipe, _ in run.steps or ())
+    steps = tuple(_timeline_step(profile, plan, *step) for step in run.steps or ()) if with_steps else ()
+    return Timeline(run.peak_bytes, run.peak_tick, run.recompute_seconds, run.num_recomputed - num_fetched, steps)
+
+
+def run_of(profile: GraphProfile, limits: Sequence[int], *, record: bool = False) -> Run:
+    """Return the finished run of a step under ``limits``, which fit."""
     tables = tables_of(profile)
-    run = Run(tables, plan.limits, record=with_steps)
+    run = Run(tables, limits, record=record)
     first = run.advance_prefix()
     run.advance(tables.ticks[first:], first)
-    steps = tuple(_timeline_step(profile, *step) for step in run.steps or ())
-    return Timeline(run.peak_bytes, run.peak_tick, run.recompute_seconds, run.num_recomputed, steps)
+    return run
 
 
-def _timeline_step(profile: GraphProfile, tick: int, recipe: int | None, live_bytes: int) -> TimelineStep:
+def _timeline_step(profile: GraphProfile, plan: Plan, tick: int, recipe: int | None, live_bytes: int) -> TimelineStep:
     phase = profile.ticks[tick].phase
     node = profile.ticks[tick].node if recipe is None else profile.recipes[recipe].nodes[-1]
     label = profile.nodes[node].name if node is not None else phase.value
+    label = f"{label} (from host memory)" if recipe in plan.fetched else label
     return TimelineStep(phase, label, live_bytes, recipe is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The first ticks of a step, up to the first that unpacks or releases: a plan changes them only by what it keeps."""
-
-    live_bytes: tuple[int, ...] = ()
-    """For each tick, its peak if nothing is held but by the forward."""
-    gone: dict[int, int] = field(default_factory=dict)
-    """Storages the forward lets go of in these ticks, each with the tick."""
-    staying: tuple[int, ...] = ()
-    """Storages it still holds after them."""
-    unpacked_later: tuple[int, ...] = ()
-    """Storages that some later tick unpacks, each once."""
-    next_event: tuple[int, ...] = ()
-    """For each storage the first later tick that names it; the number of ticks if none does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +83,7 @@ class Tables:
     peak_bytes: list[int]
     capture_peak_bytes: list[int]
     ticks: list[TickRow]
-    prefix: Prefix = Prefix()
+    prefix: Prefix = field(default_factory=Prefix)
 
 
 _latest: tuple[GraphProfile, Tables] | None = None  # the tables of the profile asked for last
@@ -123,29 +115,6 @@ def _make_tables(profile: GraphProfile) -> Tables:
         ticks=ticks,
         prefix=prefix_of(ticks, nbytes),
     )
-
-
-def prefix_of(ticks: list[TickRow], nbytes: list[int]) -> Prefix:
-    """Return what ``ticks`` do up to the first that unpacks or releases."""
-    held: dict[int, None] = {}
-    gone: dict[int, int] = {}
-    held_bytes, live_bytes = 0, []
-    for tick, (unpacks, _, peak_bytes, creates, last_used, releases) in enumerate(ticks):
-        if unpacks or releases:
-            break
-        live_bytes.append(held_bytes + peak_bytes)
-        held |= dict.fromkeys(creates)
-        gone |= {s: tick for s in last_used if s in held}
-        held_bytes += sum(nbytes[s] for s in creates) - sum(nbytes[s] for s in last_used if s in held)
-        for s in last_used:
-            held.pop(s, None)
-    later = dict.fromkeys(s for row in ticks for s in row[0])
-    next_event = [len(ticks)] * len(nbytes)
-    for tick in range(len(ticks) - 1, len(live_bytes) - 1, -1):
-        unpacks, _, _, *others = ticks[tick]
-        for s in chain(unpacks, *others):
-            next_event[s] = tick
-    return Prefix(tuple(live_bytes), gone, tuple(held), tuple(later), tuple(next_event))
 
 
 @dataclass(slots=True, eq=False)
@@ -321,7 +290,8 @@ class Run:
                     continue
                 alive[s] = True
                 made_bytes += nbytes[s]
-            live_bytes = self.managed_bytes + unmanaged_bytes + (capture_peak_bytes if capture else peak_bytes)[p]
+            above_bytes = max(made_bytes, (capture_peak_bytes if capture else peak_bytes)[p])
+            live_bytes = self.managed_bytes + unmanaged_bytes + above_bytes
             if live_bytes > self.peak_bytes:
                 self.peak_bytes, self.peak_tick = live_bytes, self.tick
             if steps is not None:
@@ -386,14 +356,12 @@ def drop_all(profile: GraphProfile) -> Plan:
 __all__ = [
     "NO_RECIPE",
     "Phase",
-    "Prefix",
     "Run",
     "Tables",
-    "TickRow",
     "check_limits",
     "drop_all",
     "keep_all",
-    "prefix_of",
+    "run_of",
     "simulate",
     "tables_of",
 ]

@@ -33,7 +33,7 @@ def usual_step(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> Record
     if step.accumulate or not clears_all(step, parameters):
         return None
     gradients = usual_gradients(parameters)
-    return RecordedStep(gradients, None if step.scaler else _seen(step, parameters, gradients))
+    return RecordedStep(gradients, None if step.scaler or step.in_backward else _seen(step, parameters, gradients))
 
 
 def _seen(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients: Gradients) -> SeenOptimizer | None:

@@ -20,7 +20,9 @@ from fxmem.fake.fake_tensors import ScalarReads
 from fxmem.fake.stand_in import original_of
 from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
-from fxmem.profiling.training_step import Gradients, OptimizerLike, TrainingStep, optimizer_class
+from fxmem.profiling.training_step import Gradients, OptimizerLike, TrainingStep, gradients_of, optimizer_class
+from fxmem.runtime.layout import Geometry
+from fxmem.runtime.step_in_backward import StepInBackward
 from fxmem.torch_patches import steady_scaler
 
 
@@ -56,6 +58,9 @@ class SteadyOptimizer(Protocol):
 
     def zero_grad(self, set_to_none: bool) -> None: ...
 
+    def left(self, parameters: Sequence[torch.Tensor]) -> Gradients | None:
+        """Return what gradients the backward has made, as :func:`gradients_of` does."""
+
     def seen(self, parameters: Sequence[torch.Tensor]) -> SeenOptimizer | None:
         """Return what was seen of it; None if its step did not run, left something behind or freed what was there, or if it
         holds more than ``parameters``."""
@@ -79,6 +84,9 @@ class WatchedOptimizer:
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.optimizer.zero_grad(set_to_none)
+
+    def left(self, parameters: Sequence[torch.Tensor]) -> Gradients | None:
+        return gradients_of(parameters)
 
     def seen(self, parameters: Sequence[torch.Tensor]) -> SeenOptimizer | None:
         events = [event for event in self._step or () if event[2]]
@@ -109,8 +117,37 @@ class _Repeated:
         for parameter in self._held:
             parameter.grad = None
 
+    def left(self, parameters: Sequence[torch.Tensor]) -> Gradients | None:
+        return gradients_of(parameters)
+
     def seen(self, parameters: Sequence[torch.Tensor]) -> SeenOptimizer:
         return self._seen
+
+
+class _InBackward(WatchedOptimizer):
+    """An optimizer over fakes that steps each within the backward."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, tracker: StorageTracker, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__(optimizer, tracker)
+        self._left: dict[int, Geometry | None] = {}
+        self._is_known = True
+        StepInBackward(optimizer, self._note).attach(parameters)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        left = gradients_of([parameter])
+        self._is_known &= left is not None
+        self._left[id(parameter)] = left[0] if left else None
+
+    def step(self) -> None:
+        """Nothing is left to step."""
+
+    def left(self, parameters: Sequence[torch.Tensor]) -> Gradients | None:
+        return tuple(self._left.get(id(p)) for p in parameters) if self._is_known else None
+
+    def seen(self, parameters: Sequence[torch.Tensor]) -> None:
+        return None
 
 
 def clears_all(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> bool:
@@ -138,7 +175,7 @@ def steady_state(
     fakes = {id(real): fake for real, fake in parameters if fake.requires_grad}
     device = next((fake.device for fake in fakes.values()), torch.device("cpu"))
     scaler = None if step.scaler is None else steady_scaler(step.scaler, device)
-    again = None if seen is None else seen.optimizer
+    again = None if seen is None or step.in_backward else seen.optimizer
     optimizer = optimizer_over(step.optimizer, fakes) if again is None else None
     with ScalarReads():
         if (step.optimizer is not None and fakes) or step.accumulate:
@@ -165,6 +202,8 @@ def steady_state(
         _check_steady(optimizer)
         for key, fake in fakes.items():  # its zero_grad leaves what it does not hold
             fake.grad = left[key] if step.accumulate or id(fake) not in stepped else None
+    if step.in_backward:
+        return _InBackward(optimizer, tracker, list(fakes.values())), scaler
     return WatchedOptimizer(optimizer, tracker), scaler
 
 

@@ -19,7 +19,7 @@ from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.runtime.autocast import autocast_as_in_forward
 from fxmem.runtime.layout import View
-from fxmem.runtime.recompute import Recompute, SavedInRerun
+from fxmem.runtime.recompute import Recompute, SavedInRerun, replayed
 from fxmem.torch_private import tree_leaves
 
 Memory = Callable[[int], tuple[int, torch.device]]
@@ -54,12 +54,12 @@ def rerun(
         tracker = StorageTracker(memory=DeviceMemory.of(devices))
         tracker.hold(bases.values())
         start_bytes = tracker.live_bytes
-        states = {node.index: () for node in recompute.nodes}
+        states = {node.index: replayed(()) for node in recompute.nodes}
         saved = SavedInRerun(capture=capture)
         inside = captured.autocast_device is not None
         region = autocast_as_in_forward(recompute.autocast, devices, regions_inside=inside)
         with saved, region, tracker:
-            recompute.run(bases, states, saved, {})  # type: ignore[arg-type]
+            recompute.run(bases, states, saved, {})
         return tracker.peak_bytes - start_bytes
 
     def seen(recompute: Recompute) -> RecomputePeaks | None:

@@ -55,6 +55,7 @@ PRESETS = {
         Hardware("a100", 78e12, 1.3e12, 5e-6),
         Hardware("h100", 250e12, 2.6e12, 4e-6),
         Hardware("h200", 250e12, 3.8e12, 4e-6),
+        Hardware("gh200", 250e12, 2.6e12, 4e-6),
         Hardware("v100", 13e12, 0.75e12, 6e-6),
         Hardware("rtx4090", 60e12, 0.85e12, 5e-6),
         Hardware("t4", 6e12, 0.25e12, 7e-6),

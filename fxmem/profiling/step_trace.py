@@ -107,6 +107,7 @@ class _Tracer:
         self.gradients: set[int] = set()
         self.leaves_with_grad: list[torch.Tensor] = []
         self.left: Gradients | None = None
+        self.optimizer: SteadyOptimizer | None = None
         self.backward_work = [0, 0]
         self.in_backward = False
         self.written: set[int] = set()
@@ -152,7 +153,9 @@ class _Tracer:
             self.gradients.update(self._gradient_serials())
             # A buffer that requires grad has a gradient left too.
             if not any(buffer.requires_grad for buffer in self.graph_module.buffers()):
-                self.left = gradients_of([self.world.fake(p) for p in self.captured.parameters])
+                parameters = [self.world.fake(p) for p in self.captured.parameters]
+                left = gradients_of if self.optimizer is None else self.optimizer.left
+                self.left = left(parameters)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -177,6 +180,7 @@ class _Tracer:
             buffers = [self.world.fake(b) for b in self.graph_module.buffers() if b.requires_grad]
             self.leaves_with_grad = parameters + buffers + leaves
             optimizer, scaler = steady_state(step, pairs, micro_batch, self.tracker, seen)
+            self.optimizer = optimizer
             targets = step.targets.blank((*parameters, *fakes))
             static = self._hold_statics([*fakes, *targets], optimizer, scaler)
             earlier = self._gradient_serials()

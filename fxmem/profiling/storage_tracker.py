@@ -19,6 +19,7 @@ from fxmem.op_facts.lookup import by_namespace
 from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.device_memory import EVERYWHERE, DeviceMemory
 from fxmem.profiling.unwatched_writes import UnwatchedWrites
+from fxmem.runtime.host_memory import allocates_host_memory
 from fxmem.torch_patches import graphs_shown_to
 from fxmem.torch_private import TorchDispatchMode, current_backward_node, storage_key, tree_leaves
 
@@ -30,9 +31,11 @@ class StorageTracker(TorchDispatchMode):
     """Counts live storage bytes, peak included, while it is active.
 
     Storages that exist before and were not announced by :meth:`hold` weigh nothing. ``live_bytes`` and ``peak_bytes``
-    are in bytes. ``on_op`` is called after each dispatched op with ``(func, args, kwargs, output)``. ``memory``: what a
-    storage weighs and what ops take inside on the device of the step. ``on_library`` is called where a thread first uses a
-    library that keeps a workspace for it, ``on_workspace`` with the bytes that an op may need of cuDNN beside what counts.
+    are in bytes; copies in host memory (:mod:`fxmem.runtime.host_memory`) are counted apart, as ``host_bytes`` and
+    ``host_peak_bytes``. ``on_op`` is called after each dispatched op with ``(func, args, kwargs, output)``. ``memory``:
+    what a storage weighs and what ops take inside on the device of the step. ``on_library`` is called where a thread
+    first uses a library that keeps a workspace for it, ``on_workspace`` with the bytes that an op may need of cuDNN beside
+    what counts.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class StorageTracker(TorchDispatchMode):
         """"caller" and "autograd": where an op ran whose library keeps a workspace for each thread."""
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.host_bytes = self.host_peak_bytes = 0
         self._listener = listener
         self._on_op = on_op
         self._serials: dict[int, int] = {}
@@ -109,11 +113,14 @@ class StorageTracker(TorchDispatchMode):
 
     def _add(self, tensor: torch.Tensor, *, counted: bool) -> int:
         storage = tensor.untyped_storage()
-        key, nbytes = storage_key(tensor), self._nbytes_of(tensor) if counted else 0
+        host_bytes = storage.nbytes() if counted and allocates_host_memory() else 0
+        key, nbytes = storage_key(tensor), self._nbytes_of(tensor) if counted and not host_bytes else 0
         serial = self._new_serial()
         self._serials[key] = serial
-        self._refs[key] = weakref.ref(storage, lambda _: self._remove(key, serial, nbytes))
+        self._refs[key] = weakref.ref(storage, lambda _: self._remove(key, serial, nbytes, host_bytes))
         self._count("alloc", serial, nbytes)
+        self.host_bytes += host_bytes
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         return serial
 
     def _move(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
@@ -144,9 +151,10 @@ class StorageTracker(TorchDispatchMode):
     def _nbytes_of(self, tensor: torch.Tensor) -> int:
         return self._memory.weight(tensor.device.type, tensor.untyped_storage().nbytes())
 
-    def _remove(self, key: int, serial: int, nbytes: int) -> None:
+    def _remove(self, key: int, serial: int, nbytes: int, host_bytes: int = 0) -> None:
         if self._serials.get(key) == serial:
             del self._serials[key], self._refs[key]
+        self.host_bytes -= host_bytes
         self._count("free", serial, nbytes)
 
     def _new_serial(self) -> int:

@@ -10,10 +10,12 @@ NOTE [The training step]
 3. With a *scaler*: ``scaler.scale(loss).backward()``; ``scaler.step(optimizer)``; ``scaler.update()``. The scaler finds
    no infinities, so the optimizer does step.
 4. Batch, output and loss are referred to until the step is over.
-5. It is a step of the steady state: the optimizer's and the scaler's state exists from the start. A parameter that the
+5. With *in_backward*, each parameter is stepped within the backward, as soon as its gradient is complete, which then goes
+   (NOTE [Steps in the backward] in :mod:`fxmem.runtime.step_in_backward`).
+6. It is a step of the steady state: the optimizer's and the scaler's state exists from the start. A parameter that the
    backward does not reach has no gradient, and no state unless the optimizer given has some already.
-6. Under autocast, forward and loss run inside the region, scaling, backward and optimizer outside.
-7. A :class:`Loop` says what else a step of a training loop may be: several forwards before the backward, several backwards
+7. Under autocast, forward and loss run inside the region, scaling, backward and optimizer outside.
+8. A :class:`Loop` says what else a step of a training loop may be: several forwards before the backward, several backwards
    through one graph, names that still refer to the step before. It changes no gradient, only the peak, and is looked at
    where a step is verified, not where it is profiled: plans are made for one forward, and judged in their loop.
 """
@@ -112,6 +114,8 @@ class TrainingStep:
     batch follows that of the model's inputs."""
     loop: Loop = ONCE
     """How the training loop uses the model."""
+    in_backward: bool = False
+    """Whether each parameter is stepped within the backward, and its gradient let go of."""
 
     def __post_init__(self) -> None:
         optimizer, scaler = self.optimizer, self.scaler
@@ -127,6 +131,7 @@ class TrainingStep:
         if not isinstance(self.loop, Loop):
             raise InputError(f"loop must be a fxmem.Loop, not {self.loop!r}")
         object.__setattr__(self, "targets", Targets.of(self.targets))
+        self._check_in_backward()
         if self.targets.leaves and self.loss_fn is None:
             raise InputError("targets= are arguments of loss_fn=, which is missing; pass for example F.cross_entropy")
         if optimizer is not None and not isinstance(optimizer, str | torch.optim.Optimizer) and not makes_one:
@@ -135,9 +140,23 @@ class TrainingStep:
                 f"one, or None, not {optimizer!r}"
             )
 
+    def _check_in_backward(self) -> None:
+        """Errors: ``InputError`` for what needs all gradients at once."""
+        if not self.in_backward:
+            return
+        reasons = {
+            "a GradScaler may skip a step once all gradients are there; bfloat16 autocast needs none": self.scaler,
+            "gradients cannot accumulate over micro-batches; train on the whole batch in one call": self.accumulate,
+            "a second backward through one graph would meet parameters that are stepped already": self.loop.backwards
+            > 1,
+            "there is no optimizer; pass optimizer=": self.optimizer is None,
+        }
+        if why := next((reason for reason, given in reasons.items() if given), None):
+            raise InputError(f'{why}; or take "optimizer_in_backward" out of allow=')
+
     def __setstate__(self, state: list[Any]) -> None:
         """Earlier versions pickled the first fields."""
-        defaults = [None, "adamw", False, None, None, Targets.of(()), ONCE]
+        defaults = [None, "adamw", False, None, None, Targets.of(()), ONCE, False]
         for name, value in zip(self.__slots__, [*state, *defaults[len(state) :]], strict=True):
             object.__setattr__(self, name, value)
 

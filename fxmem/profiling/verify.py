@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -98,8 +98,9 @@ def eager_step(
     seen: RecordedStep | None = None,
     watching: bool = False,
 ) -> FakeStep:
-    """Return what the original model's own training step takes. ``seen``: what an earlier run of the same step tells of
-    it. ``watching``: note what is alive at the peak, too."""
+    """Return what the original model's own training step takes, its optimizer stepping after the backward. ``seen``: what
+    an earlier run of the same step tells of it. ``watching``: note what is alive at the peak, too."""
+    step = replace(step, in_backward=False)
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
@@ -130,8 +131,19 @@ def step_in_parts(
                 stack.enter_context(mode)
             return model(*args, **kwargs)
 
-    whole = torch.nn.ModuleList([model, *(emitted for _, _, emitted in parts)])
-    like = EagerCall(tuple(model.parameters()), autocast)
+    return step_run_by(forward, model, [emitted for _, _, emitted in parts], inputs, step, autocast)
+
+
+def step_run_by(
+    forward: Callable[[list[Any]], Any],
+    model: torch.nn.Module,
+    others: Sequence[torch.nn.Module],
+    inputs: Inputs,
+    step: TrainingStep,
+    autocast: Autocast | None,
+) -> FakeStep:
+    """Return what a training step of ``model`` takes whose forward is another one. ``others``: modules that run it."""
+    whole, like = torch.nn.ModuleList([model, *others]), EagerCall(tuple(model.parameters()), autocast)
     with tensors_restored(model):
         return _ran(_Subject(forward, whole, model), like, inputs, step, None)
 
@@ -212,7 +224,7 @@ def _fake_step(
     def on_phase(phase: Phase) -> None:
         nonlocal left
         if phase is Phase.OPTIMIZER:
-            left = gradients_of(parameters)
+            left = gradients_of(parameters) if optimizer is None else optimizer.left(parameters)
             log.optimizer_starts()
         if watch is not None:
             watch.note_phase(phase, (t.grad for t in (*parameters, *fakes) if t.grad is not None))

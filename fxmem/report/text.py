@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from tabulate import tabulate
 
 from fxmem.errors import NotPlannedError, in_units, unit_of
-from fxmem.ir import FrontierPoint, GraphProfile, InplaceDecision, PlainData, StaticBytes, Timeline, Verification
+from fxmem.ir import FrontierPoint, GraphProfile, InplaceDecision, PlainData, Plan, StaticBytes, Timeline, Verification
+from fxmem.planners.offload.link import sent_bytes
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
 from fxmem.report.graph import GraphNode, draw_graph, graph_nodes
@@ -33,7 +34,7 @@ class Row(PlainData):
     """Name of the node that creates it; hidden residuals carry a suffix (``dropout_1.internal0``)."""
     nbytes: int
     decision: str
-    """``"keep"`` or ``"drop"``."""
+    """``"keep"``, ``"drop"``, or ``"offload"``: it waits for the backward in host memory."""
     reason: str
     """Why it may not be dropped; empty if it may."""
     source: str
@@ -184,6 +185,11 @@ class Report(PlainData):
         """Bytes of the storages autograd saves that the plan drops and recomputes."""
         return sum(row.nbytes for row in self.rows if row.decision == "drop")
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the storages autograd saves that the plan copies to host memory."""
+        return sum(row.nbytes for row in self.rows if row.decision == "offload")
+
     def __str__(self) -> str:
         return _render(self)
 
@@ -225,12 +231,12 @@ def build_report(
     ``least_bytes``: the least reachable peak; where it is not known, a function that is called when it is asked for, and
     it is not written out. ``points``: all that was planned, peaks falling; empty where nothing was.
     """
-    dropped = set(point.plan.dropped)
+    decisions = _decisions(profile, point.plan)
     rows = tuple(
         Row(
             name=s.name,
             nbytes=s.nbytes,
-            decision="drop" if s.index in dropped else "keep",
+            decision=decisions[s.index],
             reason=s.why_kept,
             source=str(profile.nodes[s.creator].source),
         )
@@ -250,7 +256,7 @@ def build_report(
         static=profile.static,
         peak_at=str(place_of(profile, peak_step)),
         rows=rows,
-        notes=(*notes, *_inplace_note(inplace)),
+        notes=(*notes, *_inplace_note(inplace), *_offload_note(profile, point.plan)),
         inplace=inplace,
         cuda=cuda,
         modules=modules,
@@ -261,6 +267,27 @@ def build_report(
             PlanCost(each.peak_bytes, each.recompute_seconds / step_seconds if step_seconds else 0.0) for each in points
         ),
         _least_bytes=least_bytes,
+    )
+
+
+def _decisions(profile: GraphProfile, plan: Plan) -> list[str]:
+    """Return what ``plan`` does with each storage."""
+    fetched, dropped = plan.fetched, set(plan.dropped)
+    return [
+        "keep" if s.index not in dropped else "offload" if s.recipe in fetched else "drop" for s in profile.storages
+    ]
+
+
+def _offload_note(profile: GraphProfile, plan: Plan) -> tuple[str, ...]:
+    if not plan.offloads:
+        return ()
+    sent = sum(sent_bytes(profile, plan).values())
+    ahead = sum(offload.after is not None for offload in plan.offloads)
+    waits = sum(offload.stall_seconds for offload in plan.offloads)
+    return (
+        f"offload: what {len(plan.offloads)} ops make, {sent / 1e6:.3f} MB, waits for the backward in host memory, "
+        f"{ahead} of them fetched ahead of their use; the step waits {waits * 1e3:.3f} ms for the link (estimate); no bit "
+        "changes",
     )
 
 
@@ -284,6 +311,7 @@ def figures(report: Report) -> list[tuple[str, int | None]]:
         ("buffers and batch", report.static.buffers_bytes + report.static.inputs_bytes),
         ("saved for backward, kept", report.kept_bytes),
         ("saved for backward, dropped", report.dropped_bytes),
+        *([("saved for backward, offloaded", report.offloaded_bytes)] if report.offloaded_bytes else []),
     ]
     if report.cuda is not None:
         rows.append(("allocated by CUDA's allocator", report.cuda.allocated_bytes))

@@ -22,6 +22,7 @@ import torch
 from fxmem.op_facts.kinds import CompressedForm
 from fxmem.op_facts.lookup import by_op, own_op, resolved
 from fxmem.runtime.layout import Geometry
+from fxmem.runtime.recording import as_one_call
 from fxmem.torch_patches import in_batched_backward
 from fxmem.torch_private import (
     FakeTensor,
@@ -97,7 +98,7 @@ class _SafeSoftmax(torch.autograd.Function):
         ctx.dim, ctx.dtype = dim, scores.dtype
         result = torch.softmax(scores, dim)
         if result.numel():
-            _clear_masked_rows(result, scores, dim)
+            as_one_call(_clear_masked_rows, result, scores, dim)
         ctx.save_for_backward(result)
         return result
 

@@ -60,7 +60,7 @@ class View(NamedTuple):
         base = base.detach() if base.requires_grad else base
         if plain:
             return torch.as_strided(base, self.size, self.stride, self.offset)
-        tensor = torch.as_strided(_elements(base, self.dtype), self.size, self.stride, self.offset)
+        tensor = torch.as_strided(elements(base, self.dtype), self.size, self.stride, self.offset)
         tensor = tensor.conj() if self.conj else tensor
         return torch.ops.aten._neg_view.default(tensor) if self.neg else tensor
 
@@ -98,7 +98,7 @@ Views = dict[int, View]
 """By place among a call's leaves; by ``~place`` among its output's."""
 
 
-def _elements(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def elements(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``base``'s whole storage as a vector of ``dtype``, neither conjugate nor negative."""
     base = base.conj() if base.is_conj() else base
     base = torch.ops.aten._neg_view.default(base) if base.is_neg() else base

@@ -19,8 +19,10 @@ from torch import fx
 from fxmem.torch_patches import grouped_matmuls
 from fxmem.torch_private import (
     FakeTensor,
+    FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    TreeSpec,
     schema_of,
     tree_flatten,
     tree_leaves,
@@ -46,11 +48,28 @@ def callable_of(node: fx.Node) -> Target:
     kinds = tuple([(v.dtype, v.dim() == 0) if isinstance(v, FakeTensor) else type(v) for v in values])
     key = (target, (str(spec), kinds))
     if key not in _found:
-        args, kwargs = tree_unflatten(values, spec)
-        expected = _dispatched(target, args, kwargs)
-        same = (c for c in _candidates(target) if expected and _dispatched(c, args, kwargs) == expected)
-        _found[key] = next(same, target)
+        _found[key] = _binding(target, values, spec)
     return _found[key]
+
+
+def bound(op: Target, args: Any, kwargs: Any, like: Callable[[Any], torch.Tensor | None]) -> Target:
+    """As :func:`callable_of`, of a call whose tensors are those that ``like`` makes of leaves of its arguments."""
+    if not isinstance(op, OpOverload):
+        return op
+    leaves, spec = tree_flatten((args, kwargs))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        values = [leaf if (tensor := like(leaf)) is None else tensor for leaf in leaves]
+    kinds = tuple([(v.dtype, v.dim() == 0) if isinstance(v, FakeTensor) else type(v) for v in values])
+    key = (op, (str(spec), kinds))
+    if key not in _found:
+        _found[key] = _binding(op, values, spec) if any(isinstance(v, FakeTensor) for v in values) else op
+    return _found[key]
+
+
+def _binding(op: OpOverload, values: list[Any], spec: TreeSpec) -> Target:
+    args, kwargs = tree_unflatten(values, spec)
+    expected = _dispatched(op, args, kwargs)
+    return next((c for c in _candidates(op) if expected and _dispatched(c, args, kwargs) == expected), op)
 
 
 def _candidates(op: OpOverload) -> Iterator[Target]:

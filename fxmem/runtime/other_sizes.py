@@ -23,7 +23,7 @@ import torch
 
 from fxmem.errors import PlanMismatchError
 from fxmem.runtime.layout import View
-from fxmem.runtime.recompute import NodeRecompute, Recompute, leaves_of, stash_random_states
+from fxmem.runtime.recompute import NodeRecompute, Recompute, leaves_of
 from fxmem.runtime.slots import Fresh
 from fxmem.runtime.tape import Tape
 from fxmem.runtime.tape_table import NodeTape, TapeTable
@@ -87,18 +87,14 @@ class NotingTape(Tape):
         self._leaves[index] = tuple([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
         del leaves
         if node.draws_on:
-            self.random_states[index] = stash_random_states(node.draws_on)
+            self._stash(node)
         output = self._run_hooked(node, target, args, kwargs) if node.hooked else target(*args, **kwargs)
         made = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
         outputs = tuple([(p, self._noted_view(planned, view, made, p)) for p, view in planned.outputs])
         for place, view in outputs:
             self._check_made(planned, view.storage, made[place], given)
         self._noted[index] = replace(node, outputs=outputs)
-        for from_outputs, place, storage in node.holds:
-            source = made if from_outputs else leaves_of((args, kwargs))
-            self._slot(storage).fill(source[place].detach())
-        if node.connects or node.frees:
-            self._connect(node)
+        self._settle_slots(node, made, (args, kwargs))
         return output
 
     def _noted_view(self, node: NodeTape, view: View, leaves: list[Any], place: int) -> View:
@@ -188,7 +184,7 @@ class TapeOpener(torch.nn.Module):
         """``counters``: of statics whose version does not tell when they are written, tensors whose version does."""
         super().__init__()
         self.table = table
-        self._statics, self._counters, self._sizes = statics, counters, sizes
+        self._statics, self.counters, self._sizes = statics, counters, sizes
         self._of_other_sizes: dict[tuple[int, ...], TapeTable] = {}
 
     def forward(self, *tensors: torch.Tensor) -> Tape:
@@ -200,10 +196,10 @@ class TapeOpener(torch.nn.Module):
         statics = dict(zip(self._statics, tensors[:count], strict=True))
         sizes = self._sizes
         if sizes is None or (key := sizes.of(tensors[count:])) == sizes.planned:
-            return Tape(self.table, statics, self._counters)
+            return Tape(self.table, statics, self.counters)
         table = self._of_other_sizes.get(key)
         if table is not None:
-            return Tape(table, statics, self._counters)
+            return Tape(table, statics, self.counters)
         of_fakes = any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
         def done(noted: TapeTable) -> None:
@@ -213,4 +209,4 @@ class TapeOpener(torch.nn.Module):
                 self._of_other_sizes.pop(next(iter(self._of_other_sizes)), None)
             self._of_other_sizes[key] = noted
 
-        return NotingTape(self.table, statics, self._counters, done, sizes.bounded)
+        return NotingTape(self.table, statics, self.counters, done, sizes.bounded)

@@ -201,7 +201,7 @@ class Recompute:
     def run(
         self,
         bases: dict[int, torch.Tensor],
-        random_states: dict[int, RandomStates],
+        random_states: dict[int, replayed],
         saved: SavedInRerun,
         views: dict[int, Views],
     ) -> None:
@@ -212,7 +212,7 @@ class Recompute:
         """
         for node in self.nodes:
             if node.random:
-                with replayed(random_states[node.index]):
+                with random_states[node.index]:
                     node.run(bases, saved, views.get(node.index))
             else:
                 node.run(bases, saved, views.get(node.index))

@@ -52,7 +52,7 @@ class ForGood:
         pass
 
     def use(self, handle: Handle) -> None:
-        handle.slot.inputs = ()
+        handle.slot.fill_no_more()
 
 
 class Filling:

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from fxmem.errors import SavedTensorModifiedError
+from fxmem.runtime.host_memory import Arriving, HostCopy
 from fxmem.runtime.layout import View
 from fxmem.runtime.tape_table import TapeTable
 from fxmem.torch_private import keeps_graph, version_of
@@ -22,6 +23,9 @@ class Refiller(Protocol):
 
     def unpack_retained(self, handle: Handle) -> torch.Tensor:
         """Return the tensor of ``handle``, which may be asked for again in a later backward."""
+
+    def fetch_ahead(self, storages: tuple[int, ...]) -> None:
+        """Start to fetch what is empty of ``storages``."""
 
 
 class Held:
@@ -44,25 +48,54 @@ class Held:
         return tensor
 
 
+class Fetched(Held):
+    """A tensor that was fetched from host memory, perhaps ahead of its use."""
+
+    __slots__ = ("_arriving",)
+
+    def __init__(self, arriving: Arriving, name: str) -> None:
+        super().__init__(arriving.tensor, name)
+        self._arriving = arriving
+
+    def get(self) -> torch.Tensor:
+        self._arriving.wait()
+        return super().get()
+
+
 class Slot:
     """The one place of a storage for one forward call (NOTE [Who owns what on the tape])."""
 
-    __slots__ = ("__weakref__", "held", "inputs", "storage", "tape")
+    __slots__ = ("__weakref__", "held", "host", "inputs", "storage", "tape")
 
     def __init__(self, tape: Refiller, storage: int) -> None:
         self.tape, self.storage = tape, storage
         self.inputs: tuple[Slot, ...] = ()
         self.held: Held | None = None
+        self.host: HostCopy | None = None
 
-    def fill(self, tensor: torch.Tensor, *, for_good: bool = True) -> None:
-        """Hold ``tensor``, which is cut off from autograd; not ``for_good``: so that it may be emptied again."""
-        self.held = Held(tensor, self.tape.table.names[self.storage])
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Hold ``tensor``, which is cut off from autograd, for good."""
+        self.hold(Held(tensor, self.tape.table.names[self.storage]))
+
+    def hold(self, held: Held, *, for_good: bool = True) -> None:
+        """Hold what was made anew; not ``for_good``: so that it may be emptied again."""
+        self.held = held
         if for_good:
-            self.inputs = ()
+            self.fill_no_more()
+
+    def fetched(self) -> Held:
+        """Return the tensor copied back from host memory."""
+        assert self.host is not None, "what is fetched was sent"
+        return Fetched(self.host.fetch(), self.tape.table.names[self.storage])
+
+    def fill_no_more(self) -> None:
+        """Let go of what the tensor can be made of."""
+        self.inputs, self.host = (), None
 
     def empty(self) -> None:
-        """Let go of the tensor if it can be recomputed."""
-        if self.held is not None and (self.inputs or self.storage in self.tape.table.from_nothing):
+        """Let go of the tensor if it can be made anew."""
+        made_of_something = self.inputs or self.host is not None
+        if self.held is not None and (made_of_something or self.storage in self.tape.table.from_nothing):
             self.held = None
 
     def get(self) -> torch.Tensor:
@@ -104,8 +137,11 @@ def unpack(saved: Held | Handle | Fresh) -> torch.Tensor:
             return slot.tape.unpack_retained(saved)
         while (held := slot.held) is None:  # again, should a backward that retains the graph empty it in another thread
             slot.tape.refill(slot)
-        if slot.inputs:  # refilled in such a backward
-            slot.inputs = ()
-        return saved.view.on(held.get())
+        if slot.inputs or slot.host is not None:  # refilled in such a backward
+            slot.fill_no_more()
+        tensor = saved.view.on(held.get())
+        if (ahead := slot.tape.table.ahead.get(slot.storage)) is not None:
+            slot.tape.fetch_ahead(ahead)
+        return tensor
     assert type(saved) is Held
     return saved.get()

@@ -17,6 +17,9 @@ NOTE [Who owns what on the tape]
 5. A kernel may lay its output out otherwise than its fake does. From there on the geometries of all nodes on the tape are
    noted in the forward, and a re-run goes by what was noted; but a view that turns out a copy, or a copy a view, cannot
    be followed. So whatever makes a storage that a re-run reads is on the tape, also where others write it later.
+6. An offloaded slot is a dropped one whose recipe is a fetch: it holds a copy in host memory instead of its recipe's
+   inputs (:mod:`fxmem.runtime.host_memory`). The copy is made once the storage is final, and waited for at the forward's
+   last use; unpacking another storage may start the fetch ahead.
 """
 
 from __future__ import annotations
@@ -33,15 +36,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from fxmem.errors import SavedTensorModifiedError
 from fxmem.runtime.autocast import autocast_as_in_forward
 from fxmem.runtime.backend_flags import present, under
+from fxmem.runtime.host_memory import HostCopy
 from fxmem.runtime.layout import View, Views, layout_error, layout_message, memory_error
 from fxmem.runtime.out_of_memory import explainer
-from fxmem.runtime.recompute import (
-    RandomStates,
-    SavedInRerun,
-    leaves_of,
-    stash_random_states,
-    without_graph,
-)
+from fxmem.runtime.recompute import SavedInRerun, leaves_of, replayed, stash_random_states, without_graph
+from fxmem.runtime.recording import at_work
 from fxmem.runtime.retained import FOR_GOOD, Holding, RetainedGraph
 from fxmem.runtime.slots import Fresh, Handle, Held, Slot, unpack
 from fxmem.runtime.tape_table import NodeTape, TapeTable
@@ -57,7 +56,8 @@ class Tape:
     ) -> None:
         """``statics``, ``counters``: see :class:`fxmem.runtime.other_sizes.TapeOpener`."""
         self.table = table
-        self.random_states: dict[int, RandomStates] = {}
+        self.random_states: dict[int, replayed] = {}
+        self._recorder = at_work()
         self._views: dict[int, Views] = {}
         self._relaid: dict[int, int] = {}
         """Storages that hold what lies otherwise than planned, each with its identity in this call."""
@@ -79,7 +79,7 @@ class Tape:
         """Run one node of the graph and return its output."""
         node = self.table.nodes[index]
         if node.draws_on:
-            self.random_states[index] = stash_random_states(node.draws_on)
+            self._stash(node)
         if node.loose or self._relaid:
             self._note_views(node, leaves_of((args, kwargs)))
         if node.hooked:
@@ -91,12 +91,24 @@ class Tape:
             if self._relaid or not view.same_layout(leaves[place]):
                 self._relay(node, leaves, leaves_of((args, kwargs)))
                 break
+        self._settle_slots(node, leaves, (args, kwargs))
+        return output
+
+    def _settle_slots(self, node: NodeTape, leaves: list[Any], arguments: Any) -> None:
+        """Do with what is final after ``node`` as planned. ``leaves``: of its output."""
         for from_outputs, place, storage in node.holds:
-            source = leaves if from_outputs else leaves_of((args, kwargs))
-            self._slot(storage).fill(source[place].detach())
+            self._slot(storage).fill((leaves if from_outputs else leaves_of(arguments))[place].detach())
+        for from_outputs, place, storage in node.sends:
+            self._slot(storage).host = HostCopy((leaves if from_outputs else leaves_of(arguments))[place])
+        for storage in node.leaves:
+            if (slot := self._slots[storage]()) is not None and slot.host is not None:
+                slot.host.left()
         if node.connects or node.frees:
             self._connect(node)
-        return output
+
+    def _stash(self, node: NodeTape) -> None:
+        states = stash_random_states(node.draws_on)
+        self.random_states[node.index] = replayed(states) if self._recorder is None else self._recorder.stash(states)
 
     def _note_views(self, node: NodeTape, argument_leaves: list[Any]) -> None:
         for place, view in node.arguments if self._relaid else node.loose:
@@ -201,6 +213,9 @@ class Tape:
                 tensor = saved.held_tensor()
                 if view is None or not view.is_of(tensor):
                     view = View.of(tensor, storage)
+                if storage in self.table.internal and self.table.recipe_of[storage] in self.table.fetched:
+                    slot = self._slot(storage)
+                    slot.host = slot.host or HostCopy(tensor)
                 saved.settled = self._handle_on(storage, view)
 
     def _slot(self, storage: int) -> Slot:
@@ -235,6 +250,12 @@ class Tape:
         with self._lock:
             if target.held is None:
                 self._recompute(target, FOR_GOOD)
+
+    def fetch_ahead(self, storages: tuple[int, ...]) -> None:
+        """Start to fetch what is empty of ``storages`` and can still be asked for."""
+        for storage in storages:
+            if (slot := self._empty_slot(storage)) is not None:
+                self.refill(slot)
 
     def unpack_retained(self, handle: Handle) -> torch.Tensor:
         """Return the tensor of ``handle``, in a backward that retains its graph or outside of any."""
@@ -296,27 +317,35 @@ class Tape:
     ) -> None:
         """``asked``: the slot that all is done for, its recipe, and which slots stay refilled."""
         table, (target, position, holding) = self.table, asked
-        recompute = table.recomputes[p]
-        assert recompute is not None
         refilled = []
-        for storage in recompute.products:
+        for storage in table.products(p):
             slot = self._empty_slot(storage)
             if slot is not None and (slot is target or (position <= table.limits[storage] and holding.wants(slot))):
                 refilled.append(slot)
-        saved.capture = any(slot.storage in table.internal for slot in refilled)
-        bases = self._bases(p, passing)
-        recompute.run(bases, self.random_states, saved, self._views)
-        for storage in recompute.products:
-            if readers.get(storage, 0) > 0:
-                passing[storage] = bases[storage]
+        read = [storage for storage in table.products(p) if readers.get(storage, 0) > 0]
+        made = self._made(p, {slot.storage for slot in refilled}.union(read), passing, saved)
+        for storage in read:
+            passing[storage] = made[storage].get()
         for slot in refilled:
-            slot.fill(bases[slot.storage], for_good=holding is FOR_GOOD)
+            slot.hold(made[slot.storage], for_good=holding is FOR_GOOD)
             holding.refilled(slot)
         for storage in table.recipe_inputs[p]:
             if storage in readers:
                 readers[storage] -= 1
                 if readers[storage] == 0:
                     passing.pop(storage, None)
+
+    def _made(self, p: int, wanted: set[int], passing: dict[int, torch.Tensor], saved: SavedInRerun) -> dict[int, Held]:
+        """Return those products of recipe ``p`` that are ``wanted``, computed once more or fetched from host memory."""
+        table = self.table
+        if p in table.fetched:
+            return {s: slot.fetched() for s in table.fetched[p] if s in wanted and (slot := self._empty_slot(s))}
+        recompute = table.recomputes[p]
+        assert recompute is not None
+        saved.capture = not wanted.isdisjoint(table.internal)
+        bases = self._bases(p, passing)
+        recompute.run(bases, self.random_states, saved, self._views)
+        return {s: Held(bases[s], table.names[s]) for s in wanted}
 
     def _empty_slot(self, storage: int) -> Slot | None:
         """Return the slot of ``storage`` if it is empty and somebody owns it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,6 +38,10 @@ class NodeTape:
     """(recipe, dropped storages that it makes), final after this node: their slots take hold of the recipe's inputs."""
     frees: tuple[int, ...]
     """Storages whose slots have all their owners once this node is done: the forward lets go of them."""
+    sends: tuple[tuple[bool, int, int], ...] = ()
+    """(from outputs, place, storage): offloaded storages, final after this node, that are copied to host memory then."""
+    leaves: tuple[int, ...] = ()
+    """Offloaded storages whose copies are waited for once this node is done: the forward lets go of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,13 @@ class TapeTable:
     recomputes: tuple[Recompute | None, ...]
     """By recipe."""
     elementwise: frozenset[int]
-    """Recipes that run without autograd."""
+    """Recipes that run without autograd, or are fetched."""
     recipe_inputs: tuple[tuple[int, ...], ...]
     """By recipe: the managed storages it reads."""
     recipe_statics: tuple[tuple[int, ...], ...]
     """By recipe: the static tensors it reads (``~j``)."""
     recipe_of: tuple[int | None, ...]
+    """By managed storage."""
     limits: tuple[int, ...]
     dropped: frozenset[int]
     """Dropped storages whose slot can have an owner."""
@@ -69,3 +74,12 @@ class TapeTable:
     names: tuple[str, ...]
     nbytes: tuple[int, ...] = ()
     """Bytes of the managed storages, as planned."""
+    fetched: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Recipes that are fetched from host memory instead of run, with those products that are dropped."""
+    ahead: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Storages after whose unpacking others are fetched ahead of their use: those others."""
+
+    def products(self, recipe: int) -> tuple[int, ...]:
+        """Return the managed storages that ``recipe`` makes anew."""
+        recompute = self.recomputes[recipe]
+        return self.fetched[recipe] if recompute is None else recompute.products

@@ -25,7 +25,7 @@ from fxmem.torch_patches.calls import (
 )
 from fxmem.torch_patches.export import compiler_says_eager, nodes_shown_to, quiet, regions_left, tracing_answered_by
 from fxmem.torch_patches.fakes import ctc_losses, grouped_matmuls, no_value_checks
-from fxmem.torch_patches.optimizers import fakes_for_each, steady_scaler
+from fxmem.torch_patches.optimizers import clipping_refused, fakes_for_each, steady_scaler
 from fxmem.torch_patches.replacing import PATCHES
 from fxmem.torch_patches.stand_in import cuda_asked, cuda_for_fakes, kernels_on_cuda
 
@@ -36,6 +36,7 @@ __all__ = [
     "batch_norms_by",
     "calls_run_by",
     "calls_told_to",
+    "clipping_refused",
     "compiler_says_eager",
     "ctc_losses",
     "cuda_asked",

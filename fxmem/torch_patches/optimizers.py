@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import _foreach_supported_types
 
-from fxmem.torch_patches.replacing import patch
+from fxmem.torch_patches.replacing import patch, replaced
 from fxmem.torch_private import FakeTensor
 
 
@@ -45,3 +46,21 @@ def steady_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch.a
     copy.step = lambda watched: type(scaler).step(copy, watched.optimizer)  # type: ignore[method-assign, misc]
     copy._maybe_opt_step = lambda optimizer, _, *args, **kwargs: optimizer.step(*args, **kwargs)  # type: ignore[method-assign]
     return copy
+
+
+@patch
+@contextmanager
+def clipping_refused(check: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
+    """Let ``check`` see, and refuse by an error, the parameters whose gradients are to be clipped by norm.
+
+    Of parameters without a gradient ``clip_grad_norm_`` finds a norm of zero and says nothing. torch 2.11 to 2.15.
+    """
+    clip = clip_grad._clip_grads_with_norm_
+
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check(parameters)
+        clip(parameters, *args, **kwargs)
+
+    with replaced(clip_grad, "_clip_grads_with_norm_", checked):
+        yield

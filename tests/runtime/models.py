@@ -53,17 +53,24 @@ class Smooth(nn.Module):
         return {"hidden": x.sin(), "out": x.exp()}
 
 
-def pair(make: Callable[[], nn.Module] = Net, batch: Tensor | None = None) -> tuple[nn.Module, OptimizedModule, Tensor]:
-    """Return an eager model, its twin optimized to the least budget, and a batch that requires grad."""
+def pair(
+    make: Callable[[], nn.Module] = Net, batch: Tensor | None = None, **others: Any
+) -> tuple[nn.Module, OptimizedModule, Tensor]:
+    """Return an eager model, its twin optimized to the least budget, and a batch that requires grad.
+
+    ``others``: further options, such as another budget.
+    """
     x = (torch.randn(ROWS, WIDTH) if batch is None else batch).requires_grad_()
     torch.manual_seed(0)
     eager = make()
     torch.manual_seed(0)
     model = make()
-    options: dict[str, Any] = {"optimizer": None, "loss_fn": loss_of, "planner": "intervals"}
-    with pytest.raises(fxmem.InfeasibleBudgetError) as info:
-        fxmem.optimize(model, x, budget="1B", **options)
-    optimized = fxmem.optimize(model, x, budget=info.value.least_bytes, **options)
+    options: dict[str, Any] = {"optimizer": None, "loss_fn": loss_of, "planner": "intervals", **others}
+    if "budget" not in options:
+        with pytest.raises(fxmem.InfeasibleBudgetError) as info:
+            fxmem.optimize(model, x, budget="1B", **options)
+        options["budget"] = info.value.least_bytes
+    optimized = fxmem.optimize(model, x, **options)
     assert optimized.plan.dropped
     return eager, optimized, x
 
@@ -76,9 +83,13 @@ def assert_both_do(
     action: Callable[[nn.Module, Tensor], Any],
     make: Callable[[], nn.Module] = Net,
     before: Callable[[nn.Module], Any] = lambda model: None,
+    **others: Any,
 ) -> None:
-    """Assert that ``action(model, x)`` returns and leaves behind the same bits on eager and optimized model."""
-    eager, optimized, x = pair(make)
+    """Assert that ``action(model, x)`` returns and leaves behind the same bits on eager and optimized model.
+
+    ``others``: as :func:`pair`.
+    """
+    eager, optimized, x = pair(make, **others)
     results = []
     for model in (eager, optimized):
         before(model)

@@ -1,0 +1,160 @@
+"""What the host must do for a training step, whatever the device does: CPU time of a step over eager's.
+
+On the emulated device kernels take no time, so a step's CPU time there is what launching costs:
+
+    python -m tests.cuda_stub.launch h100-80gb -m benchmarks.host_time [MODEL ...]
+
+In: names of :mod:`benchmarks.models`, at the size ``cpu``. Out: one row each: eager's forward, loss and backward in
+milliseconds of CPU time (all threads), and over it fxmem at budgets of 50 % and 10 % of the span from the floor to eager's
+peak, ``torch.utils.checkpoint`` of each block, and ``torch.compile(backend="aot_eager")``. All ways of a model take turns
+in one process; figures are medians of all turns. ``--runtime`` says how fxmem runs its steps (``FXMEM_RUNTIME``); of
+programs it is told which models stay on the tape. ``--profile MODEL`` prints which functions take the time. ``--save``
+writes ``benchmarks/results/host_time.json``. It runs without the emulated device too, where kernels count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import cProfile
+import json
+import os
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+import fxmem
+from benchmarks import models, ways
+from benchmarks.results_file import RESULTS, machine
+
+MODELS = ("gpt2", "resnet50", "unet", "vit")
+SHARES = (0.5, 0.1)
+"""Budgets, as shares of the way from the floor to eager's peak."""
+PATH = RESULTS / "host_time.json"
+
+Step = Callable[[], float]
+"""Runs one step; returns its CPU seconds."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model; all but the first figure are ratios to eager's step."""
+
+    model: str
+    eager_ms: float
+    half: float
+    tenth: float
+    checkpoint: float
+    aot_eager: float | None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", default=[], help=f"default: {' '.join(MODELS)}")
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--runtime", help="as FXMEM_RUNTIME")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which compiles for minutes")
+    parser.add_argument("--profile", metavar="MODEL", help="print where the time of one model's step goes")
+    parser.add_argument("--share", type=float, default=SHARES[1], help="the budget of --profile")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    if options.runtime:
+        os.environ["FXMEM_RUNTIME"] = options.runtime
+    torch.set_num_threads(1)
+    if options.profile:
+        _profile(options.profile, options.share)
+        return 0
+    rows = [_measured(name, options) for name in options.models or MODELS]
+    print(tabulate([asdict(row) for row in rows], headers="keys", floatfmt=".2f"))
+    if options.save:
+        facts = {**machine(), "runtime": os.environ.get("FXMEM_RUNTIME", "default")}
+        PATH.write_text(json.dumps({"machine": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    return 0
+
+
+def _measured(name: str, options: argparse.Namespace) -> Row:
+    steps = _ways(name, compiled=not options.no_compile)
+    seconds: dict[str, list[float]] = {way: [] for way in steps}
+    for _ in range(options.turns):
+        for way, step in steps.items():
+            seconds[way].append(step())
+    median = {way: statistics.median(times) for way, times in seconds.items()}
+    ratios = {way: value / median["eager"] for way, value in median.items() if way != "eager"}
+    return Row(name, 1e3 * median["eager"], **{"aot_eager": None, **ratios})
+
+
+def _ways(name: str, *, compiled: bool) -> dict[str, Step]:
+    """Return one step of each way, warm."""
+    bench = models.get(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = bench.build("cpu").to(device)
+    batch = _on(device, bench.batch("cpu"))
+    free = _optimized(copy.deepcopy(model), batch, bench.loss, None)
+    low, high = free.report.floor_bytes, free.report.eager_peak_bytes
+    made: dict[str, Callable[..., Any]] = {"eager": copy.deepcopy(model)}
+    for way, share in zip(("half", "tenth"), SHARES, strict=True):
+        made[way] = _optimized(copy.deepcopy(model), batch, bench.loss, int(low + share * (high - low)))
+    checkpointed = ways.Way("checkpoint per block", "checkpoint")
+    made["checkpoint"] = ways.apply(checkpointed, copy.deepcopy(model), bench, batch, None).forward
+    if compiled:
+        made["aot_eager"] = torch.compile(copy.deepcopy(model), backend="aot_eager")
+    steps = {way: _step(forward, batch, bench.loss) for way, forward in made.items()}
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    for way in ("half", "tenth"):
+        joint = made[way].fxmem.plans.latest.joint  # type: ignore[attr-defined]
+        if joint is not None and joint.program is None:
+            print(f"{name}, {way}: stays on the tape, as {joint.refusal}")
+    return steps
+
+
+def _optimized(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor], budget: int | None) -> Any:
+    return fxmem.optimize(model, *batch, budget=budget, optimizer=None, loss_fn=loss, cost="h100", plan_seconds=5)
+
+
+def _on(device: str, tree: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), tree)
+
+
+def _step(forward: Callable[..., Any], batch: Any, loss: Callable[[Any], Tensor]) -> Step:
+    args, kwargs = batch
+    parameters = list(getattr(forward, "parameters", lambda: ())())
+
+    def step() -> float:
+        for parameter in parameters:
+            parameter.grad = None
+        start = time.process_time()
+        loss(forward(*args, **kwargs)).backward()
+        return time.process_time() - start
+
+    return step
+
+
+def _profile(name: str, share: float) -> None:
+    """Print the functions that take the most time of their own in fxmem's step."""
+    bench = models.get(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, batch = bench.build("cpu").to(device), _on(device, bench.batch("cpu"))
+    report = _optimized(copy.deepcopy(model), batch, bench.loss, None).report
+    low, high = report.floor_bytes, report.eager_peak_bytes
+    optimized = _optimized(model, batch, bench.loss, int(low + share * (high - low)))
+    step = _step(optimized, batch, bench.loss)
+    for _ in range(3):
+        step()
+    profile = cProfile.Profile(time.process_time)
+    with profile, torch.autograd.set_multithreading_enabled(False):  # the backward in the thread that is looked at
+        for _ in range(10):
+            step()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

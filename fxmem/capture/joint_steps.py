@@ -1,0 +1,62 @@
+"""Whether the steps of an emitted graph may run as programs (:mod:`fxmem.runtime.joint`).
+
+``FXMEM_RUNTIME=graph`` in the environment asks for programs, ``FXMEM_RUNTIME=tape``, the default, for the tape.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxmem.capture.graph import CaptureGraph, Inputs
+from fxmem.capture.written_state import written_by
+from fxmem.errors import InputError
+from fxmem.runtime import compressed_ops, frozen_batch_norm, inplace_ops
+from fxmem.runtime.joint import JointSteps
+from fxmem.torch_private import OpOverload
+
+OWN = frozenset(module.__name__ for module in (compressed_ops, frozen_batch_norm, inplace_ops))
+RUNTIMES = ("tape", "graph")
+
+
+def runtime_asked_for() -> str:
+    """Return how steps are to run. Errors: ``InputError`` of a name that is none."""
+    name = os.environ.get("FXMEM_RUNTIME", RUNTIMES[0])
+    if name not in RUNTIMES:
+        raise InputError(f"FXMEM_RUNTIME={name!r} is none of {', '.join(RUNTIMES)}")
+    return name
+
+
+def joint_steps(captured: CaptureGraph, graph_module: fx.GraphModule, inputs: Inputs) -> JointSteps | None:
+    """Return what runs the steps of ``graph_module``, emitted from ``captured``, as programs; None if nobody asks."""
+    if runtime_asked_for() == "tape":
+        return None
+
+    def run(graph: Callable[..., Any], leaves: Sequence[Any]) -> Sequence[Any]:
+        return captured.leaves_of(graph, leaves)
+
+    devices = dict.fromkeys(t.device for t in (*captured.parameters, *inputs.tensors))
+    return JointSteps(
+        graph_module, run, written_by(captured, inputs.leaves), tuple(devices), _refusal(captured, graph_module)
+    )
+
+
+def _refusal(captured: CaptureGraph, graph_module: fx.GraphModule) -> str:
+    """Say why steps of this graph stay on the tape; nothing if they need not."""
+    if captured.autocast is not None or captured.autocast_device is not None:
+        return "it is under autocast"
+    targets = [node.target for node in captured.graph_module.graph.nodes if node.op == "call_function"]
+    for target in targets:
+        if not (isinstance(target, OpOverload) or target is operator.getitem or _is_own(target)):
+            return f"it calls {getattr(target, '__name__', target)}, which is no operator"
+    opener = getattr(graph_module, "fxmem_tape", None)
+    return "a frozen BatchNorm may be updated unseen" if opener is not None and opener.counters else ""
+
+
+def _is_own(target: object) -> bool:
+    """True of a function of fxmem's that stands for an operator: what it calls is written down in its place."""
+    return getattr(target, "__module__", None) in OWN

@@ -1,0 +1,390 @@
+"""A recorded step as two straight-line Python functions, in which each value goes right after its last use.
+
+In: a :class:`~fxmem.runtime.recording.Recording`. Out: a :class:`Program`. Operators are bound, numbers and dtypes are
+looked up when it is made; running it is calls of ATen and nothing else.
+
+NOTE [Liveness]
+
+1. A value made in the forward and read in the backward is *saved*: handed over in a list that the backward empties, or, if
+   the graph is retained, leaves as it is. All else dies where it is read last.
+2. What nobody reads is not made, but for ops that write or draw random numbers.
+3. Sums, and what autograd's formulas do in place where nothing watches, are done in place where the memory was made here
+   and nobody reads it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from fxmem.op_facts.kinds import InPlaceInBackward
+from fxmem.op_facts.lookup import by_op
+from fxmem.runtime.layout import View
+from fxmem.runtime.op_bindings import bound
+from fxmem.runtime.recompute import replayed, stash_random_states
+from fxmem.runtime.recording import Instruction, Recording, Ref
+from fxmem.torch_private import OpOverload, tree_leaves
+
+aten = torch.ops.aten
+SUMS = (aten.add.Tensor, aten.add_.Tensor)
+
+
+def _in_place(op: OpOverload) -> OpOverload:
+    name, _, overload = op.__name__.partition(".")
+    return cast(OpOverload, getattr(getattr(aten, f"{name}_"), overload))
+
+
+IN_PLACE: dict[Any, OpOverload] = {op: _in_place(op) for op in (aten.add.Tensor, *by_op(InPlaceInBackward))}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A step as functions: ``forward(*arguments) -> (outputs, saved)``, ``backward(saved, arguments, tangents) ->
+    gradients``, which empties ``saved`` and ``tangents``."""
+
+    forward: Callable[..., tuple[list[Any], list[Any]]]
+    backward: Callable[[list[Any], Sequence[torch.Tensor], list[torch.Tensor | None]], tuple[torch.Tensor | None, ...]]
+    source: str
+    tangents: tuple[View | None, ...]
+    """By output leaf: how its gradient lies, None where there is none."""
+    offsets: tuple[int, ...]
+    """By argument: its offset in its storage."""
+    checked: tuple[int, ...]
+    """Arguments that the backward reads: they must be as the forward left them."""
+    shared: tuple[int, ...]
+    """Output leaves whose memory the backward reads: so must they."""
+    not_differentiable: tuple[int, ...]
+    """Output leaves that are tensors without a gradient."""
+    constants: tuple[torch.Tensor, ...]
+    """What else must be as the forward left it."""
+    draws_on: tuple[torch.device, ...]
+    """Devices whose random numbers the forward draws."""
+    twice: tuple[int, ...]
+    """Arguments that have two gradients; the second ones come after all others (NOTE [Sums] in
+    :mod:`fxmem.runtime.joint`)."""
+
+
+class TooManySumsError(Exception):
+    """Gradients are sums that the backward must make while it runs, for the sake of memory."""
+
+
+def program_of(recording: Recording) -> Program:
+    """Return what runs ``recording`` again."""
+    return _Writer(recording).program()
+
+
+class _Writer:
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.scope: dict[str, Any] = {"stash": _stash, "replayed": replayed}
+        self.names: dict[int, str] = {}
+        self.arguments = {value: i for i, value in enumerate(recording.arguments)}
+        self.returned, self.twice, backward = _unsummed(recording)
+        self.gradients = {value for value in self.returned if value is not None}
+        self.results = {leaf.value for leaf in recording.outputs if isinstance(leaf, Ref)}
+        self.backward = self._alive(backward, self.gradients)
+        made = {v for i in self.backward for v in i.outputs if v is not None and i.target is not None}
+        tangents = {value for value in recording.tangents if value is not None}
+        read = {v for i in self.backward for v in i.reads} | self.gradients
+        self.stashes = {i.replays[0] for i in self.backward if i.replays is not None and i.random}
+        self._bound: dict[int, str] = {}
+        self.saved = sorted(read - made - tangents - set(self.arguments) - set(recording.constants))
+        self.forward = self._alive(recording.forward, self.results | set(self.saved), self.stashes)
+        self.read_in_backward = read
+        for number, value in enumerate(recording.constants):
+            self.scope[f"k{number}"] = recording.constants[value]
+            self.names[value] = f"k{number}"
+
+    def program(self) -> Program:
+        recording = self.recording
+        source = self._forward() + "\n" + self._backward()
+        exec(compile(source, "<fxmem step>", "exec"), self.scope)
+        on_storage = {recording.views[v].storage for v in self.read_in_backward}
+        outputs = [(i, o.value) for i, o in enumerate(recording.outputs) if isinstance(o, Ref)]
+        return Program(
+            self.scope["forward"],
+            self.scope["backward"],
+            source,
+            tuple(None if v is None else recording.views[v] for v in recording.tangents),
+            tuple(recording.views[v].offset for v in recording.arguments),
+            tuple(i for i, v in enumerate(recording.arguments) if recording.views[v].storage in on_storage),
+            tuple(i for i, v in outputs if recording.views[v].storage in on_storage),
+            tuple(i for i, _ in outputs if not recording.differentiable[i]),
+            tuple(t for v, t in recording.constants.items() if recording.views[v].storage in on_storage),
+            self._draws_on(),
+            tuple(self.twice),
+        )
+
+    def _draws_on(self) -> tuple[torch.device, ...]:
+        devices = self.recording.devices
+        drawing = [i for i in self.forward if i.random]
+        return tuple(dict.fromkeys(devices[v] for i in drawing for v in (*i.reads, *i.outputs) if v is not None))
+
+    def _alive(
+        self, instructions: list[Instruction], read: set[int], stashes: set[int] | None = None
+    ) -> list[Instruction]:
+        """Leave out what makes nothing that is read (NOTE [Liveness], rule 2)."""
+        read, alive, recording = set(read), [], self.recording
+        for instruction in reversed(instructions):
+            if instruction.target is None:
+                keep = stashes is None or instruction.outputs[0] in stashes
+            else:
+                keep = instruction.writes or instruction.random or not read.isdisjoint(instruction.outputs)
+                keep = keep or any(recording.views[v].storage in recording.written for v in instruction.reads)
+            if keep:
+                read.update(instruction.reads)
+                alive.append(instruction)
+        return alive[::-1]
+
+    # -- the two functions ------------------------------------------------------------------------------------------
+
+    def _forward(self) -> str:
+        recording = self.recording
+        names = [f"a{i}" for i in range(len(recording.arguments))]
+        self.names.update({value: f"a{i}" for value, i in self.arguments.items()})
+        body = self._body(self.forward, self.results | set(self.saved), ())
+        outputs = ", ".join(self._text(leaf) for leaf in recording.outputs)
+        saved = ", ".join([*(self._name(v) for v in self.saved), *(f"r{s}" for s in sorted(self.stashes))])
+        return _function("forward", names, [*body, f"return [{outputs}], [{saved}]"])
+
+    def _backward(self) -> str:
+        recording = self.recording
+        saved = ", ".join([*(self._name(v) for v in self.saved), *(f"r{s}" for s in sorted(self.stashes))])
+        lines = [f"[{saved}] = saved", "saved.clear()"] if saved else []
+        read = {v for i in self.backward for v in i.reads} | self.gradients
+        lines += [f"a{i} = arguments[{i}]" for v, i in self.arguments.items() if v in read]
+        tangents = [(i, v) for i, v in enumerate(recording.tangents) if v is not None]
+        for i, value in tangents:
+            lines.append(f"{self._name(value)} = tangents[{i}]")
+        lines.append("tangents.clear()")
+        given = [*self.saved, *(v for _, v in tangents)]
+        lines += self._body(self.backward, self.gradients, given)
+        gradients = ", ".join("None" if v is None else self._name(v) for v in self.returned)
+        return _function("backward", ["saved", "arguments", "tangents"], [*lines, f"return ({gradients},)"])
+
+    def _body(self, instructions: list[Instruction], kept: set[int], given: Sequence[int] = ()) -> list[str]:
+        """Return the lines of ``instructions``; ``kept`` lives to the end. ``given``, of a backward: what it is handed,
+        which dies after its last use."""
+        last: dict[int, int] = dict.fromkeys(given, -1)
+        for place, instruction in enumerate(instructions):
+            last.update(dict.fromkeys(instruction.reads, place))
+            if instruction.target is not None:
+                last.update((value, place) for value in instruction.outputs if value is not None)
+        ends: dict[int, list[int]] = {}
+        for value, place in last.items():
+            if value not in kept and value not in self.arguments and value not in self.recording.constants:
+                ends.setdefault(place, []).append(value)
+        in_place = _InPlace(self.recording, last, kept, given, self.arguments)
+        lines = _deleted([self._name(v) for v in ends.get(-1, ())])
+        blocks = _replayed_blocks(instructions)
+        for place, instruction in enumerate(instructions):
+            begins, is_inside = blocks.get(place, (False, False))
+            if begins and instruction.replays is not None:
+                lines.append(f"with r{instruction.replays[0]}:")
+            line, extra = self._line(in_place.changed(instruction, place))
+            dead = [self._name(v) for v in ends.get(place, ())] if instruction.target is not None else []
+            lines += [f"{'    ' * is_inside}{text}" for text in (line, *_deleted([*dead, *extra]))]
+        return lines
+
+    # -- one line ---------------------------------------------------------------------------------------------------
+
+    def _line(self, instruction: Instruction) -> tuple[str, list[str]]:
+        """Return the line of a call, and names that are none of a value and go at once."""
+        if instruction.target is None:
+            return f"r{instruction.outputs[0]} = stash({self._constant(instruction.devices)})", []
+        args = [self._text(a) for a in instruction.args]
+        args += [f"{name}={self._text(a)}" for name, a in instruction.kwargs.items()]
+        call = f"{self._function(instruction)}({', '.join(args)})"
+        if all(value is None for value in instruction.outputs):
+            return call, []
+        if instruction.is_single:
+            return f"{self._text_of_made(instruction.outputs[0], 0)} = {call}", []
+        names = [self._text_of_made(value, place) for place, value in enumerate(instruction.outputs)]
+        extra = [name for name, value in zip(names, instruction.outputs, strict=True) if value is None]
+        return f"[{', '.join(names)}] = {call}", extra
+
+    def _text_of_made(self, value: int | None, place: int) -> str:
+        return f"x{place}" if value is None else self._name(value)
+
+    def _function(self, instruction: Instruction) -> str:
+        assert instruction.target is not None
+        views, devices = self.recording.views, self.recording.devices
+        function = bound(instruction.target, instruction.args, instruction.kwargs, _like(views, devices))
+        if id(function) not in self._bound:
+            name = f"{instruction.target.__name__.replace('.', '_')}_{len(self.scope)}"
+            self._bound[id(function)], self.scope[name] = name, function
+        return self._bound[id(function)]
+
+    def _name(self, value: int) -> str:
+        return self.names.setdefault(value, f"v{value}")
+
+    def _text(self, argument: Any) -> str:
+        if isinstance(argument, Ref):
+            return self._name(argument.value)
+        if argument is None or type(argument) in (bool, int, str):
+            return repr(argument)
+        if type(argument) is float and math.isfinite(argument):
+            return repr(argument)
+        if type(argument) in (list, tuple) and any(isinstance(part, Ref) for part in argument):
+            return f"[{', '.join(self._text(part) for part in argument)}]"
+        return self._constant(argument)
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self.scope)}"
+        self.scope[name] = value
+        return name
+
+
+def _unsummed(recording: Recording) -> tuple[list[int | None], list[int], list[Instruction]]:
+    """Return the gradients with those apart that are sums of two, the arguments of these, and the backward without the
+    sums. Errors: :class:`TooManySumsError`."""
+    backward, seconds = list(recording.backward), {}
+    returned = list(recording.gradients)
+    for place, value in enumerate(recording.gradients):
+        if value is None or recording.num_uses[place] < 2:
+            continue
+        if recording.num_uses[place] > 2:
+            raise TooManySumsError
+        parts, sum_ = _parts(backward, value)
+        if sum_ is None:
+            continue
+        backward = [i for i in backward if i is not sum_]
+        returned[place], seconds[place] = parts
+    read = {v for i in backward for v in i.reads}
+    if any(recording.gradients[place] in read for place in seconds):
+        raise TooManySumsError
+    returned += seconds.values()
+    if seconds and _peak_bytes(recording, backward, returned) > _peak_bytes(
+        recording, recording.backward, recording.gradients
+    ):
+        raise TooManySumsError
+    return returned, list(seconds), backward
+
+
+def _peak_bytes(recording: Recording, backward: list[Instruction], returned: Sequence[int | None]) -> int:
+    """Return the most bytes that a backward's own values take at a time."""
+    views = recording.views
+    ends = {views[v].storage: place for place, i in enumerate(backward) for v in (*i.reads, *_made(i))}
+    ends.update((views[v].storage, len(backward)) for v in returned if v is not None)
+    dying: dict[int, list[int]] = {}
+    for storage, place in ends.items():
+        dying.setdefault(place, []).append(storage)
+    live: dict[int, int] = {}
+    own, peak_bytes = {views[v].storage for i in backward for v in _made(i)}, 0
+    own -= {views[v].storage for v in (*recording.arguments, *recording.constants, *_made_by(recording.forward))}
+    for place, instruction in enumerate(backward):
+        if instruction.target in SUMS:  # in place
+            for storage in dying.get(place, ()):
+                live.pop(storage, None)
+        live.update((s, recording.nbytes[s]) for v in _made(instruction) if (s := views[v].storage) in own)
+        peak_bytes = max(peak_bytes, sum(live.values()))
+        for storage in dying.get(place, ()):
+            live.pop(storage, None)
+    return peak_bytes
+
+
+def _made(instruction: Instruction) -> list[int]:
+    return [] if instruction.target is None else [v for v in instruction.outputs if v is not None]
+
+
+def _made_by(instructions: list[Instruction]) -> list[int]:
+    return [value for instruction in instructions for value in _made(instruction)]
+
+
+def _parts(backward: list[Instruction], value: int) -> tuple[list[int], Instruction | None]:
+    """Return the two gradients that ``value`` is the sum of, and the instruction that adds them, if there is one."""
+    for instruction in reversed(backward):
+        if instruction.target in SUMS and len(instruction.args) == 2 and not instruction.kwargs:
+            first, second = instruction.args
+            result = instruction.outputs[0] if instruction.target is aten.add.Tensor else getattr(first, "value", None)
+            if result == value and isinstance(first, Ref) and isinstance(second, Ref):
+                return [first.value, second.value], instruction
+    return [value], None
+
+
+class _InPlace:
+    """Which ops are done in place (NOTE [Liveness], rule 3)."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        last: dict[int, int],
+        kept: set[int],
+        given: Sequence[int],
+        arguments: dict[int, int],
+    ) -> None:
+        """``last``: by value, where it is read last. What is not among the others is made here."""
+        self._views = recording.views
+        self._others = {self._views[v].storage for v in (*given, *arguments, *recording.constants)}
+        self._ends: dict[int, float] = {}
+        for value in {*last, *kept}:
+            storage, end = self._views[value].storage, math.inf if value in kept else last[value]
+            self._ends[storage] = max(self._ends.get(storage, -1), end)
+
+    def changed(self, instruction: Instruction, place: int) -> Instruction:
+        """Return the instruction at ``place`` as it is run."""
+        target, args, result = instruction.target, instruction.args, instruction.outputs[0]
+        writing = IN_PLACE.get(target)
+        if writing is None or result is None or not isinstance(args[0], Ref):
+            return instruction
+        orders = [args]
+        if target is aten.add.Tensor and len(args) == 2 and isinstance(args[1], Ref) and not instruction.kwargs:
+            orders.append(args[::-1])  # a sum has the same bits
+        for order in orders:
+            others = [leaf.value for leaf in tree_leaves((order[1:], instruction.kwargs)) if isinstance(leaf, Ref)]
+            if self._may_be_written(order[0].value, others, result, place):
+                return replace(instruction, target=writing, args=order)
+        return instruction
+
+    def _may_be_written(self, value: int, others: list[int], result: int, place: int) -> bool:
+        view, sum_ = self._views[value], self._views[result]
+        alone = view.storage not in self._others and self._ends[view.storage] == place
+        alike = view._replace(storage=0) == sum_._replace(storage=0) and _fills(view)
+        return alone and alike and all(self._views[other].storage != view.storage for other in others)
+
+
+def _replayed_blocks(instructions: list[Instruction]) -> dict[int, tuple[bool, bool]]:
+    """Return, by place, whether a run from stashed random states begins there, and whether it is in one: from the first
+    random op of the run to its last."""
+    ends: dict[tuple[int, int], tuple[int, int]] = {}
+    for place, instruction in enumerate(instructions):
+        if instruction.replays is not None and instruction.random:
+            ends[instruction.replays] = ends.get(instruction.replays, (place, place))[0], place
+    return {p: (p == first, True) for first, last in ends.values() for p in range(first, last + 1)}
+
+
+def _fills(view: View) -> bool:
+    """True if no two elements lie on each other."""
+    dims = sorted((k, n) for n, k in zip(view.size, view.stride, strict=True) if n > 1)
+    below = 1
+    for stride, size in dims:
+        if stride < below:
+            return False
+        below = stride * size
+    return True
+
+
+def _like(views: list[View], devices: list[torch.device]) -> Callable[[Any], torch.Tensor | None]:
+    def like(leaf: Any) -> torch.Tensor | None:
+        if not isinstance(leaf, Ref):
+            return None
+        view = views[leaf.value]
+        return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=devices[leaf.value])
+
+    return like
+
+
+def _stash(devices: Sequence[torch.device]) -> replayed:
+    return replayed(stash_random_states(devices))
+
+
+def _deleted(names: list[str]) -> list[str]:
+    return [f"del {', '.join(dict.fromkeys(names))}"] if names else []
+
+
+def _function(name: str, arguments: list[str], lines: list[str]) -> str:
+    return f"def {name}({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in lines)

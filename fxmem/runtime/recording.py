@@ -1,0 +1,312 @@
+"""Writing down what a step of an emitted graph does, op by op, below autograd.
+
+In: a forward and a backward that run while a :class:`Recorder` is active. Out: a :class:`Recording`: plain calls of ATen's
+operators, from parameters and inputs to outputs, and from the outputs' gradients to those of parameters and inputs.
+
+NOTE [What a recording is]
+
+1. It is made of real tensors in a real step, so it has the very kernels' calls that eager makes, in the engine's order of
+   sums, with the recomputation of the plan where the tape ran it.
+2. A value is a geometry on a storage. Whatever tensor has that geometry on that storage is that value: what autograd
+   saves, a view made anew and a detached copy are not told apart, as they are the same memory.
+3. What the recorder cannot follow makes it give up (``failure`` says why): memory of unknown origin, numbers or sizes read
+   from tensors. Such steps stay on the tape.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxmem.runtime.layout import View
+from fxmem.runtime.recompute import RandomStates, replayed
+from fxmem.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+    storage_key,
+    topmost_mode,
+    tree_leaves,
+    tree_map,
+    without_modes,
+)
+
+aten = torch.ops.aten
+READ_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index})
+MASKS = (torch.bool, torch.uint8)
+MOVING = frozenset({aten.set_, aten.resize_, aten.resize_as_})
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for a value of the recording."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One call, or the stashing of random states (``target`` None, its one output the number of the stash)."""
+
+    target: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int | None, ...]
+    """By place among the leaves of what it returns: the value, None where it is no tensor or known before."""
+    is_single: bool
+    """It returns one tensor, not several."""
+    writes: bool
+    random: bool
+    replays: tuple[int, int] | None = None
+    """The stash whose random states it runs from, and a number of that run."""
+    devices: tuple[torch.device, ...] = ()
+    """Of a stash."""
+
+    @property
+    def reads(self) -> list[int]:
+        """The values among its arguments."""
+        return [leaf.value for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
+
+
+def written_by(instruction: Instruction) -> list[int]:
+    """Return the values that a call writes, as its operator says."""
+    if not isinstance(instruction.target, OpOverload) or not instruction.writes:
+        return []
+    written = []
+    for place, argument in enumerate(schema_of(instruction.target).arguments):
+        if argument.is_write:
+            given = instruction.args[place] if place < len(instruction.args) else instruction.kwargs.get(argument.name)
+            written += [leaf.value for leaf in tree_leaves(given) if isinstance(leaf, Ref)]
+    return written
+
+
+@dataclass(slots=True)
+class Recording:
+    """A step, written down. ``views``: by value, where it lies; storages are numbered."""
+
+    views: list[View] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
+    """By value."""
+    forward: list[Instruction] = field(default_factory=list)
+    backward: list[Instruction] = field(default_factory=list)
+    arguments: list[int] = field(default_factory=list)
+    """Values of the parameters and inputs that the forward is given."""
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By value: tensors that every step finds in the same place."""
+    outputs: list[Any] = field(default_factory=list)
+    """Leaves of the output: refs, and what is no tensor."""
+    differentiable: list[bool] = field(default_factory=list)
+    """By leaf of the output."""
+    tangents: list[int | None] = field(default_factory=list)
+    """By leaf of the output: the value of its gradient, None where none came."""
+    gradients: list[int | None] = field(default_factory=list)
+    """By argument."""
+    num_uses: list[int] = field(default_factory=list)
+    """By argument: how many gradients its one is the sum of."""
+    nbytes: dict[int, int] = field(default_factory=dict)
+    """By storage."""
+    written: frozenset[int] = frozenset()
+    """Storages of constants that the forward writes, by ops too that do not say so."""
+
+
+class Recorder(TorchDispatchMode):
+    """Writes ops into ``recording``. Errors: none; ``failure`` says why a recording is of no use."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording, self.failure = Recording(), ""
+        self.in_backward = False
+        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._known: dict[View, int] = {}
+        self._num_storages = self._num_stashes = 0
+        self._replays: tuple[int, int] | None = None
+        self._op = "the step"
+        self._num_replays = 0
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def root(self, tensor: torch.Tensor) -> int:
+        """Return the value of a tensor that is there before."""
+        return self._value(tensor, self._storage(tensor) or self._new_storage(tensor))
+
+    def constant(self, tensor: torch.Tensor) -> None:
+        """Know ``tensor`` as one that every step finds in the same place."""
+        if self._storage(tensor) is None or self._view(tensor, self._storage(tensor) or 0) not in self._known:
+            self.recording.constants[self.root(tensor)] = tensor
+
+    def find(self, tensor: torch.Tensor) -> int:
+        """Return the value of a tensor that the step has made, by which name ever."""
+        storage = self._storage(tensor)
+        if storage is None:
+            self._give_up(f"{self._op} reads memory that comes from elsewhere")
+            return 0
+        view = self._view(tensor, storage)
+        if view not in self._known:
+            self._derive(tensor, view)
+        return self._known.get(view, 0)
+
+    def _derive(self, tensor: torch.Tensor, view: View) -> None:
+        """Write down how to come by another geometry on known memory."""
+        base = next((v for k, v in self._known.items() if k.storage == view.storage and _alike(k, view)), None)
+        if base is None:
+            self._give_up("it reads memory as another dtype")
+            return
+        value = self._value(tensor, view.storage)
+        args = (Ref(base), list(view.size), list(view.stride), view.offset)
+        self._append(Instruction(aten.as_strided.default, args, {}, (value,), True, False, False))
+
+    def _storage(self, tensor: torch.Tensor) -> int | None:
+        known = self._storages.get(storage_key(tensor))
+        return None if known is None or known[0]() is None else known[1]
+
+    def _new_storage(self, tensor: torch.Tensor) -> int:
+        self._num_storages += 1
+        self.recording.nbytes[self._num_storages] = tensor.untyped_storage().nbytes()
+        self._storages[storage_key(tensor)] = weakref.ref(tensor.untyped_storage()), self._num_storages
+        return self._num_storages
+
+    def _view(self, tensor: torch.Tensor, storage: int) -> View:
+        return View.of(tensor, storage)._replace(requires_grad=False)
+
+    def _value(self, tensor: torch.Tensor, storage: int) -> int:
+        view = self._view(tensor, storage)
+        if view not in self._known:
+            self._known[view] = len(self.recording.views)
+            self.recording.views.append(view)
+            self.recording.devices.append(tensor.device)
+        return self._known[view]
+
+    # -- ops --------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.failure:
+            return func(*args, **kwargs)
+        self._op = str(func)
+        self._check(func, args, kwargs)
+        named_args, named_kwargs = tree_map(self._named, args), tree_map(self._named, kwargs)
+        output = func(*args, **kwargs)
+        is_single = isinstance(output, torch.Tensor)
+        leaves = [output] if is_single else list(output) if isinstance(output, tuple | list) else [output]
+        made = [self._made(leaf) for leaf in leaves]
+        writes = bool(schema_of(func).is_mutable)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if writes or random or any(value is not None for value in made):
+            self._append(
+                Instruction(
+                    func, tuple(named_args), named_kwargs, tuple(made), is_single, writes, random, self._replays
+                )
+            )
+        return output
+
+    def _check(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func.overloadpacket in INDEXING:
+            indices = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, torch.Tensor)]
+            if any(leaf.dtype in MASKS for leaf in indices):
+                self._give_up(f"{func} looks at as many elements as its mask says")
+        elif any(tag in func.tags for tag in READ_VALUES):
+            self._give_up(f"{func} reads numbers from the device")
+        elif func.overloadpacket in MOVING:
+            self._give_up(f"{func} gives a tensor other memory")
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Call ``function``, which reads and writes its arguments and returns nothing, and write it down as one call."""
+        self._op = function.__name__
+        named = tuple(self._named(arg) for arg in args)
+        with without_modes():
+            function(*args)
+        self._append(Instruction(function, named, {}, (None,), True, True, False, self._replays))
+
+    def _named(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+            self._give_up(f"it works on a {type(leaf).__name__}")
+            return leaf
+        return Ref(self.find(leaf))
+
+    def _made(self, leaf: Any) -> int | None:
+        """Return the value of what an op returned, None if it was known before."""
+        if not isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, tuple | list):
+                self._give_up("it returns lists in lists")
+            return None
+        count = len(self.recording.views)
+        value = self._value(leaf, self._storage(leaf) or self._new_storage(leaf))
+        return value if value == count else None
+
+    def _append(self, instruction: Instruction) -> None:
+        (self.recording.backward if self.in_backward else self.recording.forward).append(instruction)
+
+    def _give_up(self, why: str) -> None:
+        self.failure = self.failure or why
+
+    # -- random states ----------------------------------------------------------------------------------------------
+
+    def stash(self, states: RandomStates) -> replayed:
+        """Note that random states are stashed; return what replays them."""
+        number, self._num_stashes = self._num_stashes, self._num_stashes + 1
+        devices = tuple(device for device, _ in states)
+        self._append(Instruction(None, (), {}, (number,), True, False, False, devices=devices))
+        return _NotedReplay(states, self, number)
+
+    def replay(self, number: int | None) -> None:
+        """Note that what follows runs from the states of this stash; None: no more."""
+        self._num_replays += 1
+        self._replays = None if number is None else (number, self._num_replays)
+
+
+class _NotedReplay(replayed):
+    def __init__(self, states: RandomStates, recorder: Recorder, number: int) -> None:
+        super().__init__(states)
+        self._recorder, self._number = recorder, number
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._recorder.replay(self._number)
+
+    def __exit__(self, *exc: object) -> None:
+        self._recorder.replay(None)
+        super().__exit__(*exc)
+
+
+def _alike(one: View, other: View) -> bool:
+    return (one.dtype, one.conj, one.neg) == (other.dtype, other.conj, other.neg)
+
+
+# -- which recorder is at work -------------------------------------------------------------------------------------------
+
+_AT_WORK: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+@contextmanager
+def recording_with(recorder: Recorder) -> Iterator[None]:
+    """In the body, tapes are opened that tell ``recorder`` of random states, and ops are written down."""
+    token = _AT_WORK.set(recorder)
+    try:
+        with recorder:
+            yield
+    finally:
+        _AT_WORK.reset(token)
+
+
+def as_one_call(function: Callable[..., Any], *args: Any) -> None:
+    """Call ``function``, which reads and writes its arguments and returns nothing. It may look at values: a recorder takes
+    it for one call."""
+    mode = topmost_mode()
+    if isinstance(mode, Recorder) and not mode.failure:
+        mode.call(function, args)
+    else:
+        function(*args)
+
+
+def at_work() -> Recorder | None:
+    """Return the recorder of the forward that runs in this thread, if there is one."""
+    return _AT_WORK.get()
