@@ -183,20 +183,20 @@ def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
 def frontier_of(profile: GraphProfile, context: CompileContext) -> tuple[FrontierPoint, ...]:
     """Return the planner's points under the policy; keeping all it lets is always one of them."""
     settings = context.settings
-    constrained, recomputed = constrain(profile, settings.policy)
-    points = _recomputing(profile, constrained, recomputed, settings)
+    points = recomputing_frontier(profile, settings)
     if "offload" in settings.allow:
         stage(f"planning offloads among {len(profile.storages)} values")
+        constrained, recomputed = constrain(profile, settings.policy)
         link = link_of(context.hardware.name)
         points = with_offloading(constrained, points, link, never=recomputed, seconds=settings.plan_seconds)
     return points
 
 
-def _recomputing(
-    profile: GraphProfile, constrained: GraphProfile, recomputed: frozenset[int], settings: Settings
-) -> tuple[FrontierPoint, ...]:
+def recomputing_frontier(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
+    """Return those of :func:`frontier_of` that keep values or recompute them."""
     if "recompute" not in settings.allow:
         return (keeping_all(profile),)
+    constrained, recomputed = constrain(profile, settings.policy)
     name, seconds = settings.planner, settings.plan_seconds
     points = frontier_cache.load(constrained, name, seconds) if settings.cache else None
     if points is None:

@@ -28,7 +28,7 @@ from fxmem.compiled.surroundings import Surroundings, surroundings_of
 from fxmem.errors import FxMemError, InfeasibleBudgetError
 from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.passes.context import Settings
-from fxmem.pipeline import frontier_of
+from fxmem.pipeline import recomputing_frontier
 from fxmem.profiling.roofline import Hardware, hardware_for
 from fxmem.progress import stage
 
@@ -118,7 +118,7 @@ def plan_graph(
     if key not in _KNOWN:
         while len(_KNOWN) >= MOST_KEPT:
             del _KNOWN[next(iter(_KNOWN))]
-        _KNOWN[key] = Candidates.of(frontier_of(profile, settings))
+        _KNOWN[key] = Candidates.of(recomputing_frontier(profile, settings))
     candidates = _KNOWN[key]
     known = len(candidates.runs)
     budget_bytes = settings.budget_bytes
