@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from fxmem.api.arguments import Options, check_model, check_optimizable, example_of, settings_of, with_options
+from fxmem.api.arguments import DEFAULTS, Options, check_model, check_optimizable, example_of, settings_of, with_options
 from fxmem.api.budget import parse_budget
 from fxmem.capture.graph import Inputs
 from fxmem.compiled.report import CompiledEstimate, CompiledReport
@@ -71,6 +71,11 @@ def _settings_of(options: Options) -> Settings:
     settings = settings_of(options)
     if settings.step.loop != ONCE:
         raise InputError('loop= is not for backend="inductor": its step is one forward and one backward')
+    others = sorted(settings.allow - set(DEFAULTS["allow"]))
+    if others:
+        raise InputError(
+            f'allow={tuple(others)} is not for backend="inductor", whose plans keep or recompute; leave it out'
+        )
     return settings
 
 

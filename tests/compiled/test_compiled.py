@@ -125,6 +125,7 @@ def test_evaluation_runs_the_original() -> None:
         ({"budget": "50%"}, "write a size"),
         ({"shapes": [(2, 32)]}, "not for backend"),
         ({"loop": fxmem.Loop(forwards=2)}, "one forward and one backward"),
+        ({"allow": ("recompute", "chunk")}, "chunk.* is not for backend"),
     ],
 )
 def test_arguments_that_a_compiled_step_cannot_keep_are_refused(options: dict[str, Any], message: str) -> None:
