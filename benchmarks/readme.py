@@ -103,7 +103,7 @@ def compare() -> str:
             f"| models whose BatchNorm statistics come out wrong | {wrong} | {ours_wrong} |",
             "",
             f"fxmem reaches the checkpointed peak on {reached} of {len(per_block)}. `torch.compile` fuses kernels, which "
-            "fxmem does not: beside its memory budget with inductor on the CPU fxmem loses at "
+            "the eager steps measured here do not: beside its memory budget with inductor on the CPU fxmem loses at "
             f"{sum(v.lost for v in fused)} of {len(fused)} points. Every number: [docs/results.md](docs/results.md), "
             "[docs/comparison.md](docs/comparison.md).",
         )

@@ -32,7 +32,8 @@ aten = torch.ops.aten
 LOSS = aten.cross_entropy_loss.default
 LINEAR, ADDMM = aten.linear.default, aten.addmm.default
 CASTS = frozenset({aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default})
-VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+SIZED_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+VIEWS = SIZED_VIEWS | {aten.flatten.using_ints}
 SAME = frozenset({aten.alias.default, aten.contiguous.default})
 PARTS = frozenset({aten.chunk.default, aten.split.Tensor})
 """Of the last dimension: how gated MLPs take one linear layer's result apart."""
@@ -313,10 +314,12 @@ def _write_head(graph: fx.Graph, head: Head, k: int, env: dict[fx.Node, fx.Node]
     x, weight, *bias = head.linear.args
     rows, width = env[x], _value(x).shape[-1]  # type: ignore[index, union-attr]
     for node in head.between:  # views and slices are made of the rows that the linear layer reads
-        if node.target in VIEWS:
+        if node.target in SIZED_VIEWS:
             shape: Any = node.args[1]
             sizes: Any = fx.map_arg(shape[:-1], env.__getitem__)
             rows = graph.call_function(aten.reshape.default, (rows, [*sizes, width]))
+        elif node.target in VIEWS:
+            rows = graph.call_function(node.target, (rows, *node.args[1:]))
         elif node.target == aten.slice.Tensor:
             value = _value(node)
             assert value is not None

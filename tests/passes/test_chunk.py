@@ -58,6 +58,7 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "weighted, smoothed": lambda *given: weighted(*given, label_smoothing=0.2),
     "another index ignored": lambda *given: flat(*given, ignore_index=3),
     "shifted": shifted,
+    "flattened": lambda scores, labels, _: F.cross_entropy(scores.flatten(0, 1), labels.flatten()),
     "capped": capped,
 }
 
