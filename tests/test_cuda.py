@@ -68,7 +68,7 @@ def test_the_budget_of_a_device_is_what_the_step_can_have(monkeypatch: pytest.Mo
         for name, value in {**statics, "get_per_process_memory_fraction": share}.items():
             monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
         expected = most_mib * MIB - (7 * MIB - own_bytes) - int(0.03 * 20_000 * MIB)
-        assert fxmem.api.budget._free_bytes(torch.device("cpu"), (model, "adamw", None)) == expected
+        assert fxmem.api.budget.free_bytes(torch.device("cpu"), (model, "adamw", None)) == expected
 
 
 def test_an_estimate_for_cuda_has_the_temporaries_of_multi_tensor_kernels() -> None:

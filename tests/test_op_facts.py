@@ -74,6 +74,9 @@ CALLED_BY_ANOTHER_NAME = {
     ("profiling/storage_tracker.py", "torch.ops.aten._indices.default"),  # the parts of a sparse tensor are asked for
     ("profiling/storage_tracker.py", "torch.ops.aten._values.default"),
     ("profiling/unwatched_writes.py", "torch.ops.aten.add.Tensor"),  # how autograd's engine adds gradients
+    ("passes/chunk.py", "aten.reshape.default"),  # written into the graph
+    ("passes/chunk.py", "aten.slice.Tensor"),
+    ("runtime/recording.py", "aten.as_strided.default"),  # written into the program
 }
 """Ops that are named in one place and called in another, not decided about."""
 OP = re.compile(r"(torch\.ops\.\w+|aten|prim)\.\w+(\.\w+)?")

@@ -70,7 +70,8 @@ def test_passes_log_nodes_bytes_and_the_difference(caplog: pytest.LogCaptureFixt
     least = fxmem.estimate(model, x, optimizer=None).floor_bytes
     with caplog.at_level(logging.DEBUG, logger="fxmem.passes"):
         fxmem.optimize(model, x, budget=least, optimizer=None)
-    inplace, compressed, *emitted = messages_of_passes(caplog)
+    reorder, inplace, compressed, *emitted = messages_of_passes(caplog)
+    assert reorder == "reorder: switched off"
     assert inplace.startswith("inplace: ")
     assert "MB saved for backward" in inplace
     assert "\n-    relu = " in inplace
@@ -81,7 +82,11 @@ def test_passes_log_nodes_bytes_and_the_difference(caplog: pytest.LogCaptureFixt
     caplog.clear()
     with caplog.at_level(logging.DEBUG, logger="fxmem.passes"):
         assert fxmem.estimate(model, x, optimizer=None, inplace=False, compress_saved=False).floor_bytes
-    assert messages_of_passes(caplog) == ["inplace: switched off", "compress_saved: switched off"]
+    assert messages_of_passes(caplog) == [
+        "reorder: switched off",
+        "inplace: switched off",
+        "compress_saved: switched off",
+    ]
 
 
 def test_the_environment_sends_loggers_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

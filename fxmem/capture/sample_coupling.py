@@ -17,40 +17,17 @@ from torch import fx
 
 from fxmem.capture.graph import CaptureGraph, source_of
 from fxmem.errors import InputError
+from fxmem.op_facts.kinds import SampleRole
+from fxmem.op_facts.lookup import by_op, with_role
 from fxmem.torch_private import OpOverload, schema_of
 
-aten = torch.ops.aten
-
-
-def _packets(names: str) -> frozenset[Any]:
-    return frozenset(getattr(aten, name) for name in names.split())
-
-
-ANYWHERE = _packets(
-    "linear matmul mm addmm bmm baddbmm dropout to _to_copy alias contiguous clone detach permute transpose t "
-    "unsqueeze squeeze expand expand_as movedim mean sum amax amin var std prod any all norm linalg_vector_norm bernoulli "
-    "bernoulli_ zeros_like ones_like empty_like full_like"
-)
-"""What of these leaves one batch dimension does nothing along it: contractions and reductions would have removed it."""
-FIRST = _packets(
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
-    "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool2d batch_norm group_norm instance_norm "
-    "pixel_shuffle upsample_nearest2d upsample_bilinear2d feature_dropout channel_shuffle"
-)
-"""Samples are the first dimension, before and after."""
-ALONG = _packets(
-    "softmax log_softmax cumsum diff sort topk flip roll argmax argmin gather scatter index_select glu split chunk "
-    "split_with_sizes unbind slice select narrow cat stack"
-)
-"""With a dimension as argument (``dim``, ``dims``), that must not be the batch dimension."""
-VIEWS = frozenset({aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten})
-NORMS = frozenset({aten.layer_norm, aten.rms_norm})
-ATTENTION = aten.scaled_dot_product_attention
-NEW = _packets("new_empty new_zeros new_ones new_full")
+NEW = with_role(SampleRole, "new")
 """What reads no value of its argument."""
-MADE = NEW | _packets("empty zeros ones full rand randn expand expand_as")
+MADE = NEW | with_role(SampleRole, "made", "expanded")
 """The same for all samples, or drawn for each."""
-NOTHING = frozenset({aten._assert_tensor_metadata, aten.sym_size, aten._assert_scalar})
+NOTHING = with_role(SampleRole, "check")
+BATCH_NORM, INSTANCE_NORM = with_role(SampleRole, "batch norm"), with_role(SampleRole, "instance norm")
+SLICES, STACKS = with_role(SampleRole, "slice"), with_role(SampleRole, "stack")
 
 
 def check_samples_apart(graph: CaptureGraph) -> None:
@@ -61,8 +38,7 @@ def check_samples_apart(graph: CaptureGraph) -> None:
     for node in graph.graph_module.graph.nodes:
         if node.op != "call_function" or node not in live or not _tensors(node):
             continue
-        packet = getattr(node.target, "overloadpacket", None)
-        reads_samples = packet not in NEW and bool(mixed & set(node.all_input_nodes))
+        reads_samples = node.target not in NEW and bool(mixed & set(node.all_input_nodes))
         if reads_samples or batch_dims_of(node):
             mixed.add(node)
             why = _why_coupled(node) if reads_samples else _why_not_alike(node)
@@ -121,7 +97,7 @@ def _writes_state(node: fx.Node) -> bool:
 def _why_not_alike(node: fx.Node) -> str:
     """Return why a tensor that is made for a batch may tell samples apart by their places; empty if it does not."""
     op = node.target
-    known = isinstance(op, OpOverload) and op.overloadpacket in MADE
+    known = op in MADE
     return "" if known else "something is made that tells samples apart by their place in the batch"
 
 
@@ -132,22 +108,22 @@ def _why_coupled(node: fx.Node) -> str:
         return ""
     if not isinstance(op, OpOverload):
         return "it cannot be told whether samples of a batch meet in what is no op of ATen"
-    packet = op.overloadpacket
-    if packet is aten.batch_norm and node.args[5]:
+    if op in BATCH_NORM and node.args[5]:
         return "BatchNorm in training mode takes its statistics over all samples of a batch"
-    if packet is aten.instance_norm and node.args[3] is not None:
+    if op in INSTANCE_NORM and node.args[3] is not None:
         return "running statistics are updated with those of all samples"
-    if packet in NOTHING:
+    if op in NOTHING:
         return ""
     if len(batch_dims_of(node)) != 1:
         return "samples of a batch meet"
-    rule = next((rule for known, rule in _RULES if packet in known), None)
+    role = by_op(SampleRole).get(op)
+    rule = None if role is None else _RULES.get(role.name)
     if rule is None and torch.Tag.pointwise in op.tags:
         if any(isinstance(each.meta.get("val"), torch.SymInt | torch.SymFloat) for each in node.all_input_nodes):
             return "it is computed with the size of the batch"
         rule = _aligned
     if rule is None:
-        return f"it cannot be told whether samples of a batch meet in {packet}"
+        return f"it cannot be told whether samples of a batch meet in {op.overloadpacket}"
     return "" if rule(node) else "samples of a batch meet"
 
 
@@ -174,10 +150,10 @@ def _along_others(node: fx.Node) -> bool:
     dims = given.get("dims", given.get("dim", defaults.get("dims", defaults.get("dim"))))
     if dims is None:
         return False
-    if node.target.overloadpacket is aten.slice and _is_whole(node):
+    if node.target in SLICES and _is_whole(node):
         return True
     for each, batch_dim in _read(node):
-        num_dims = _tensors(each)[0].dim() + (node.target.overloadpacket is aten.stack)
+        num_dims = _tensors(each)[0].dim() + (node.target in STACKS)
         if any(dim % num_dims == batch_dim for dim in ([dims] if isinstance(dims, int) else dims)):
             return False
     return True
@@ -219,13 +195,23 @@ def _aligned_from_first(node: fx.Node) -> bool:
     return {dim for _, dim in _read(node)} == set(batch_dims_of(node))
 
 
-_RULES: tuple[tuple[frozenset[Any], Callable[[fx.Node], bool]], ...] = (
-    (ANYWHERE, lambda node: True),
-    (FIRST, _first),
-    (frozenset({aten.embedding}), lambda node: not batch_dims_of(node.all_input_nodes[0])),
-    (ALONG, _along_others),
-    (VIEWS, _viewed),
-    (NORMS, _normed),
-    (frozenset({aten.pad}), _padded),
-    (frozenset({ATTENTION}), _attention),
-)
+def _embedded(node: fx.Node) -> bool:
+    return not batch_dims_of(node.all_input_nodes[0])
+
+
+_RULES: dict[str, Callable[[fx.Node], bool]] = {
+    "anywhere": lambda node: True,
+    "expanded": lambda node: True,
+    "first": _first,
+    "batch norm": _first,
+    "instance norm": _first,
+    "embedding": _embedded,
+    "along": _along_others,
+    "slice": _along_others,
+    "stack": _along_others,
+    "view": _viewed,
+    "norm": _normed,
+    "pad": _padded,
+    "attention": _attention,
+}
+"""By role: whether samples stay apart."""

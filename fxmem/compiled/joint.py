@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxmem.torch_private import OpOverload, tree_leaves
+from fxmem.op_facts.kinds import CompiledRole
+from fxmem.op_facts.lookup import with_role
+from fxmem.torch_private import OpOverload, schema_of, tree_leaves
 
-COPIES = frozenset({torch.ops.aten.copy_.default})
+COPIES = with_role(CompiledRole, "copy")
 """What writes to the step's inputs, such as the running statistics of a BatchNorm."""
-_SAME_MEMORY = frozenset({torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default})
+_SAME_MEMORY = with_role(CompiledRole, "view")
 """Views where sizes allow, which in a compiled graph they do."""
+
+_SEEDS = frozenset({"prims::inductor_seeds", "prims::inductor_seed"})
+"""By name: there are no such ops before Inductor is imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,7 @@ def why_not_again(node: fx.Node) -> str:
         return "a constant"
     if not isinstance(target, OpOverload):
         return "a higher-order op"
-    if target is torch.ops.prims.inductor_seeds.default or target is torch.ops.prims.inductor_seed.default:
+    if schema_of(target).name in _SEEDS:
         return "seeds are drawn once"
     if torch.Tag.nondeterministic_seeded in target.tags:
         return "it draws random numbers"

@@ -8,10 +8,10 @@ read them; :mod:`fxmem.op_facts.lookup` has the same by the op itself. The funct
 in-place form) stay in their rooms and are named by the row.
 """
 
-from fxmem.op_facts import costs, effects, fakes, saving
+from fxmem.op_facts import costs, effects, fakes, roles, saving
 from fxmem.op_facts.kinds import OpFact
 
-FACTS: tuple[OpFact, ...] = (*effects.FACTS, *saving.FACTS, *fakes.FACTS, *costs.FACTS)
+FACTS: tuple[OpFact, ...] = (*effects.FACTS, *saving.FACTS, *fakes.FACTS, *costs.FACTS, *roles.FACTS)
 
 
 def names_of(kind: type) -> frozenset[str]:

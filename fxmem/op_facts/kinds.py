@@ -217,3 +217,29 @@ class TimeDependsOnValues:
 @dataclass(frozen=True, slots=True)
 class Elementwise:
     """It has one kernel, which does not look at whether autograd is on, though ATen does not tag it as pointwise."""
+
+
+# -- what ops are in patterns ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What an op is to somebody who looks for it."""
+
+    name: str
+
+
+class RowRole(Role):
+    """In chains that treat each row by itself (:mod:`fxmem.passes.chunk`)."""
+
+
+class SampleRole(Role):
+    """To samples of a batch (:mod:`fxmem.capture.sample_coupling`)."""
+
+
+class CompiledRole(Role):
+    """In the joint graph of a compiled step (:mod:`fxmem.compiled.joint`)."""
+
+
+class RecordedRole(Role):
+    """In a step that is written down (:mod:`fxmem.runtime.recording`)."""

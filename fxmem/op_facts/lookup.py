@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxmem.op_facts import FACTS
-from fxmem.op_facts.kinds import Device, OpFact
+from fxmem.op_facts.kinds import Device, OpFact, Role
 from fxmem.torch_private import OpOverloadPacket
 
 K = TypeVar("K")
@@ -33,6 +33,11 @@ def by_op(kind: type[K], device: Device | str = "any") -> Mapping[Any, K]:
             for name in fact.ops:
                 _enter(table, name, fact)
     return table
+
+
+def with_role(kind: type[Role], *names: str) -> frozenset[Any]:
+    """Return the ops that have one of these roles."""
+    return frozenset(op for op, role in by_op(kind).items() if role.name in names)
 
 
 def by_namespace(kind: type[K]) -> dict[str, K]:

@@ -22,6 +22,8 @@ from torch import fx
 
 from fxmem.capture.graph import CaptureGraph, source_of, with_unused_state
 from fxmem.ir import ChoiceMade
+from fxmem.op_facts.kinds import RowRole
+from fxmem.op_facts.lookup import with_role
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.planners.simulate import drop_all, simulate
 from fxmem.runtime.chunked_ops import ChunkedLoss, ChunkedRows
@@ -29,13 +31,15 @@ from fxmem.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
 
-LOSS = aten.cross_entropy_loss.default
-LINEAR, ADDMM = aten.linear.default, aten.addmm.default
-CASTS = frozenset({aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default})
-SIZED_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
-VIEWS = SIZED_VIEWS | {aten.flatten.using_ints}
-SAME = frozenset({aten.alias.default, aten.contiguous.default})
-PARTS = frozenset({aten.chunk.default, aten.split.Tensor})
+(LOSS,) = with_role(RowRole, "loss")
+LINEARS = with_role(RowRole, "linear")
+CASTS = with_role(RowRole, "cast")
+SIZED_VIEWS = with_role(RowRole, "view to a size")
+VIEWS = SIZED_VIEWS | with_role(RowRole, "view")
+SAME = with_role(RowRole, "same")
+PARTS = with_role(RowRole, "parts")
+SLICES = with_role(RowRole, "slice")
+CHECKS = with_role(RowRole, "check")
 """Of the last dimension: how gated MLPs take one linear layer's result apart."""
 
 HEAD_PIECES = (4, 16, 64)
@@ -125,10 +129,10 @@ def heads_of(graph: fx.Graph) -> tuple[tuple[Head, ...], tuple[str, ...]]:
             continue
         between: list[fx.Node] = []
         node = loss.args[0]
-        while isinstance(node, fx.Node) and node.target != LINEAR and _is_unary(node):
+        while isinstance(node, fx.Node) and not _is_linear(node) and _is_unary(node):
             between.insert(0, node)
             node = node.args[0]
-        if not isinstance(node, fx.Node) or node.target != LINEAR or _is_half(node):
+        if not isinstance(node, fx.Node) or not _is_linear(node) or _is_half(node):
             continue
         head = Head(node, tuple(between), loss)
         outside = _first_outside((*head.inside, loss), head.inside)
@@ -175,7 +179,7 @@ def _is_unary(node: fx.Node) -> bool:
     """True of ops that do something to each row of their one tensor, or choose rows."""
     if node.target in VIEWS:
         return _keeps_rows(node)
-    if node.target == aten.slice.Tensor:
+    if node.target in SLICES:
         value = _value(node)
         return value is not None and not _is_last(node.args[1] if len(node.args) > 1 else 0, value)
     return (node.target in CASTS or node.target in SAME or _is_pointwise(node)) and len(node.all_input_nodes) == 1
@@ -198,7 +202,7 @@ def mlps_of(graph: fx.Graph) -> tuple[Mlp, ...]:
     found: list[Mlp] = []
     taken: set[fx.Node] = set()
     for last in graph.nodes:
-        if last.target in (LINEAR, ADDMM) and (mlp := _mlp(last, order)) and not taken & {*mlp.inside, last}:
+        if last.target in LINEARS and (mlp := _mlp(last, order)) and not taken & {*mlp.inside, last}:
             found.append(mlp)
             taken |= {*mlp.inside, last}
     return tuple(found)
@@ -212,7 +216,7 @@ def _mlp(last: fx.Node, order: dict[fx.Node, int]) -> Mlp | None:
         node = waiting.pop()
         if node in inside:
             continue
-        if node.target in (LINEAR, ADDMM):
+        if node.target in LINEARS:
             first.add(node)
         elif _is_row_op(node):
             read = node.all_input_nodes[:1] if node.target in VIEWS else node.all_input_nodes
@@ -241,8 +245,15 @@ def _is_calm(first: fx.Node, last: fx.Node) -> bool:
     return True
 
 
+def _is_linear(node: fx.Node) -> bool:
+    """True of a linear layer whose rows come first, not after a bias."""
+    return (
+        node.target in LINEARS and isinstance(node.target, OpOverload) and schema_of(node.target).name == "aten::linear"
+    )
+
+
 def _rows_of(linear: fx.Node) -> fx.Node:
-    node = linear.args[0 if linear.target == LINEAR else 1]
+    node = linear.args[0 if _is_linear(linear) else 1]
     assert isinstance(node, fx.Node)
     return node
 
@@ -278,7 +289,7 @@ def _first_outside(chain: Iterable[fx.Node], inside: Iterable[fx.Node]) -> fx.No
 
 
 def _is_check(node: fx.Node) -> bool:
-    return node.target == aten._assert_tensor_metadata.default
+    return node.target in CHECKS
 
 
 def _value(node: Any) -> torch.Tensor | None:
@@ -318,9 +329,9 @@ def _write_head(graph: fx.Graph, head: Head, k: int, env: dict[fx.Node, fx.Node]
             shape: Any = node.args[1]
             sizes: Any = fx.map_arg(shape[:-1], env.__getitem__)
             rows = graph.call_function(aten.reshape.default, (rows, [*sizes, width]))
-        elif node.target in VIEWS:
+        elif node.target in VIEWS and callable(node.target):
             rows = graph.call_function(node.target, (rows, *node.args[1:]))
-        elif node.target == aten.slice.Tensor:
+        elif node.target in SLICES:
             value = _value(node)
             assert value is not None
             given: tuple[Any, ...] = (*node.args[1:], *(0, None, None)[len(node.args) - 1 :])
@@ -358,7 +369,7 @@ def _row_ops(nodes: Sequence[fx.Node], x: fx.Node, weights: Iterable[fx.Node]) -
     env = {x: graph.placeholder("x")} | {each: graph.placeholder(f"w{i}") for i, each in enumerate(weights)}
     result = env[x]
     for node in nodes:
-        if node.target in VIEWS or node.target in SAME or node.target == aten.slice.Tensor:
+        if node.target in VIEWS or node.target in SAME or node.target in SLICES:
             result = env[node] = env[node.args[0]]  # type: ignore[index]
         else:
             result = env[node] = graph.node_copy(node, env.__getitem__)

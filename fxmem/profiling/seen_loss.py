@@ -72,6 +72,11 @@ class SeenCall:
     autocast: bool
 
     @property
+    def is_sum(self) -> bool:
+        """True of the sum of one tensor over all of it."""
+        return self.function.__name__ == "sum" and len(self.leaves) == 1
+
+    @property
     def reads(self) -> set[int]:
         """Numbers of the values among its arguments."""
         return {leaf.number for leaf in self.leaves if isinstance(leaf, Value)}
@@ -142,7 +147,7 @@ class SeenLoss:
     perhaps_named: frozenset[int]
     """Values that were there; if the graph of the loss does not keep them, names did."""
     is_plain: bool
-    """The model's own losses are all that it is made of."""
+    """It takes no more than the loss that is assumed where none is known: that of the model, or the sum of its output."""
 
     def __call__(self, *args: Any) -> torch.Tensor:
         try:
@@ -303,9 +308,17 @@ class LossRecorder(TorchFunctionMode):
             loss=loss,
             named=named,
             perhaps_named=frozenset(alive) - named,
-            is_plain=not targets and all(math.prod(each.size) == 1 for each in given),
+            is_plain=self._is_plain(calls, given, targets),
         )
         return seen, tuple(targets.values())
+
+    def _is_plain(self, calls: Sequence[SeenCall], given: Sequence[Given], targets: dict[int, Any]) -> bool:
+        """True if all but perhaps the first call, the sum of the one output, are of single numbers."""
+        sums = calls[:1] if calls and calls[0].is_sum and len(self._given) == 1 else ()
+        sizes = [each.size for each in given if not sums]
+        sizes += [like.size for call in calls for _, _, like in call.makes]
+        sizes += [target.size for target in targets.values() if isinstance(target, Like)]
+        return all(math.prod(size) == 1 for size in sizes) and not any(isinstance(t, Beside) for t in targets.values())
 
 
 def _not_a_call(tensor: torch.Tensor) -> str:

@@ -21,8 +21,8 @@ from typing import Any, cast
 
 import torch
 
-from fxmem.op_facts.kinds import InPlaceInBackward
-from fxmem.op_facts.lookup import by_op
+from fxmem.op_facts.kinds import InPlaceInBackward, RecordedRole
+from fxmem.op_facts.lookup import by_op, with_role
 from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import bound
 from fxmem.runtime.recompute import replayed, stash_random_states
@@ -30,7 +30,8 @@ from fxmem.runtime.recording import Instruction, Recording, Ref
 from fxmem.torch_private import OpOverload, tree_leaves
 
 aten = torch.ops.aten
-SUMS = (aten.add.Tensor, aten.add_.Tensor)
+(SUM,) = with_role(RecordedRole, "sum")
+SUMS = {SUM} | with_role(RecordedRole, "sum in place")
 
 
 def _in_place(op: OpOverload) -> OpOverload:
@@ -38,7 +39,7 @@ def _in_place(op: OpOverload) -> OpOverload:
     return cast(OpOverload, getattr(getattr(aten, f"{name}_"), overload))
 
 
-IN_PLACE: dict[Any, OpOverload] = {op: _in_place(op) for op in (aten.add.Tensor, *by_op(InPlaceInBackward))}
+IN_PLACE: dict[Any, OpOverload] = {op: _in_place(op) for op in (SUM, *by_op(InPlaceInBackward))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +301,7 @@ def _parts(backward: list[Instruction], value: int) -> tuple[list[int], Instruct
     for instruction in reversed(backward):
         if instruction.target in SUMS and len(instruction.args) == 2 and not instruction.kwargs:
             first, second = instruction.args
-            result = instruction.outputs[0] if instruction.target is aten.add.Tensor else getattr(first, "value", None)
+            result = instruction.outputs[0] if instruction.target is SUM else getattr(first, "value", None)
             if result == value and isinstance(first, Ref) and isinstance(second, Ref):
                 return [first.value, second.value], instruction
     return [value], None
@@ -332,7 +333,7 @@ class _InPlace:
         if writing is None or result is None or not isinstance(args[0], Ref):
             return instruction
         orders = [args]
-        if target is aten.add.Tensor and len(args) == 2 and isinstance(args[1], Ref) and not instruction.kwargs:
+        if target is SUM and len(args) == 2 and isinstance(args[1], Ref) and not instruction.kwargs:
             orders.append(args[::-1])  # a sum has the same bits
         for order in orders:
             others = [leaf.value for leaf in tree_leaves((order[1:], instruction.kwargs)) if isinstance(leaf, Ref)]

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from fxmem.op_facts.kinds import RecordedRole
+from fxmem.op_facts.lookup import with_role
 from fxmem.runtime.layout import View
 from fxmem.runtime.recompute import RandomStates, replayed
 from fxmem.torch_private import (
@@ -39,9 +41,9 @@ from fxmem.torch_private import (
 
 aten = torch.ops.aten
 READ_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index})
+INDEXING = with_role(RecordedRole, "indexing")
 MASKS = (torch.bool, torch.uint8)
-MOVING = frozenset({aten.set_, aten.resize_, aten.resize_as_})
+MOVING = with_role(RecordedRole, "moving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +209,13 @@ class Recorder(TorchDispatchMode):
         return output
 
     def _check(self, func: Any, args: Any, kwargs: Any) -> None:
-        if func.overloadpacket in INDEXING:
+        if func in INDEXING:
             indices = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, torch.Tensor)]
             if any(leaf.dtype in MASKS for leaf in indices):
                 self._give_up(f"{func} looks at as many elements as its mask says")
         elif any(tag in func.tags for tag in READ_VALUES):
             self._give_up(f"{func} reads numbers from the device")
-        elif func.overloadpacket in MOVING:
+        elif func in MOVING:
             self._give_up(f"{func} gives a tensor other memory")
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

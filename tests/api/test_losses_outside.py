@@ -226,3 +226,12 @@ def test_a_share_of_eagers_peak_is_of_the_step_with_its_loss() -> None:
         del output
         model.zero_grad()
     assert model.fxmem.report.budget_bytes == pytest.approx(0.95 * eager, rel=0.02)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_the_sum_that_is_assumed_is_no_news(scale: float) -> None:
+    model, optimizer = made()
+    plan = model.fxmem.plan
+    _, said = steps(model, optimizer, lambda model: (model(X).sum() * scale).backward(), 3)
+    assert not said
+    assert model.fxmem.plan is plan

@@ -1,0 +1,87 @@
+"""What ops are to those who look for patterns: chains of rows, samples of a batch, sums of gradients."""
+
+from __future__ import annotations
+
+from fxmem.op_facts.kinds import CompiledRole, OpFact, RecordedRole, RowRole, SampleRole
+
+_ROWS = (
+    "a run shows what is read and made, not which element is made of which; what an op does to rows is its definition"
+)
+_SAMPLES = "a run shows sizes, not which sample is made of which; along which dimensions an op goes is its definition"
+_COMPILED = "a compiled graph is lowered, not run op by op; what Inductor makes of an op is in its lowering alone"
+_RECORDED = "one run is recorded; what another run of the op does on other values is its definition"
+
+_PIECES, _APART = "test_heads_in_pieces_have_eagers_gradients", "test_samples_apart_are_let_pass"
+_MLPS, _MEET = "test_mlps_in_pieces_have_eagers_gradients", "test_samples_that_meet_are_found"
+_LOWERED = "test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_compiled"
+_PROGRAM = "test_steps_as_programs_have_eagers_bits_and_stay_within_the_plan"
+
+
+def _aten(names: str) -> tuple[str, ...]:
+    return tuple(f"aten.{name}" for name in names.split())
+
+
+FACTS: tuple[OpFact, ...] = (
+    OpFact(_aten("cross_entropy_loss.default"), RowRole("loss"), _ROWS, _PIECES),
+    OpFact(_aten("linear.default addmm.default"), RowRole("linear"), _ROWS, _MLPS),
+    OpFact(_aten("to.dtype to.dtype_layout to.device _to_copy.default"), RowRole("cast"), _ROWS, _PIECES),
+    OpFact(_aten("view.default reshape.default _unsafe_view.default"), RowRole("view to a size"), _ROWS, _PIECES),
+    OpFact(_aten("flatten.using_ints"), RowRole("view"), _ROWS, _PIECES),
+    OpFact(_aten("alias.default contiguous.default"), RowRole("same"), _ROWS, _MLPS),
+    OpFact(_aten("chunk.default split.Tensor"), RowRole("parts"), _ROWS, _MLPS),
+    OpFact(_aten("slice.Tensor"), RowRole("slice"), _ROWS, _PIECES),
+    OpFact(_aten("_assert_tensor_metadata.default"), RowRole("check"), _ROWS, _PIECES),
+    OpFact(
+        _aten(
+            "linear matmul mm addmm bmm baddbmm dropout to _to_copy alias contiguous clone detach permute transpose t "
+            "unsqueeze squeeze movedim mean sum amax amin var std prod any all norm linalg_vector_norm "
+            "bernoulli bernoulli_ zeros_like ones_like empty_like full_like"
+        ),
+        SampleRole("anywhere"),
+        _SAMPLES,
+        _APART,
+    ),
+    OpFact(
+        _aten(
+            "conv1d conv2d conv3d conv_transpose1d conv_transpose2d max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
+            "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool2d group_norm pixel_shuffle "
+            "upsample_nearest2d upsample_bilinear2d feature_dropout channel_shuffle"
+        ),
+        SampleRole("first"),
+        _SAMPLES,
+        _APART,
+    ),
+    OpFact(_aten("expand expand_as"), SampleRole("expanded"), _SAMPLES, _APART),
+    OpFact(_aten("batch_norm"), SampleRole("batch norm"), _SAMPLES, _MEET),
+    OpFact(_aten("instance_norm"), SampleRole("instance norm"), _SAMPLES, _MEET),
+    OpFact(
+        _aten(
+            "softmax log_softmax cumsum diff sort topk flip roll argmax argmin gather scatter index_select glu split chunk "
+            "split_with_sizes unbind select narrow cat"
+        ),
+        SampleRole("along"),
+        _SAMPLES,
+        _MEET,
+    ),
+    OpFact(_aten("slice"), SampleRole("slice"), _SAMPLES, _MEET),
+    OpFact(_aten("stack"), SampleRole("stack"), _SAMPLES, _MEET),
+    OpFact(_aten("view reshape _unsafe_view flatten unflatten"), SampleRole("view"), _SAMPLES, _APART),
+    OpFact(_aten("layer_norm rms_norm"), SampleRole("norm"), _SAMPLES, _APART),
+    OpFact(_aten("embedding"), SampleRole("embedding"), _SAMPLES, _APART),
+    OpFact(_aten("pad"), SampleRole("pad"), _SAMPLES, _APART),
+    OpFact(_aten("scaled_dot_product_attention"), SampleRole("attention"), _SAMPLES, _APART),
+    OpFact(_aten("new_empty new_zeros new_ones new_full"), SampleRole("new"), _SAMPLES, _APART),
+    OpFact(_aten("empty zeros ones full rand randn"), SampleRole("made"), _SAMPLES, _APART),
+    OpFact(_aten("_assert_tensor_metadata sym_size _assert_scalar"), SampleRole("check"), _SAMPLES, _APART),
+    OpFact(_aten("copy_.default"), CompiledRole("copy"), _COMPILED, _LOWERED),
+    OpFact(_aten("reshape.default _unsafe_view.default"), CompiledRole("view"), _COMPILED, _LOWERED),
+    OpFact(
+        _aten("index index_put index_put_ _index_put_impl_ _unsafe_index"),
+        RecordedRole("indexing"),
+        _RECORDED,
+        _PROGRAM,
+    ),
+    OpFact(_aten("set_ resize_ resize_as_"), RecordedRole("moving"), _RECORDED, _PROGRAM),
+    OpFact(_aten("add.Tensor"), RecordedRole("sum"), _RECORDED, _PROGRAM),
+    OpFact(_aten("add_.Tensor"), RecordedRole("sum in place"), _RECORDED, _PROGRAM),
+)
