@@ -11,7 +11,6 @@ from fxmem.profiling.profile import _is_elementwise
 from fxmem.runtime.inplace_ops import FORMS
 from fxmem.runtime.recompute import SavedInRerun
 from tests.exactness import same_bits
-from tests.tiers import representatives
 
 NUM_SAMPLES = 3
 NOT_HERE = ("as_strided", "jiterator")
@@ -44,8 +43,8 @@ def _run(op, sample, requires_grad):
     return [leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)], record.ops
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", representatives([torch.float32, torch.bfloat16], torch.float32))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ops_the_dispatcher_calls_pointwise_make_the_same_bits_without_autograd(dtype):
     compared = set()
     for op in op_db:
