@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from fxmem.api.module import optimize_
 from fxmem.api.planned_class import FxMemModule
@@ -82,7 +82,9 @@ def _call_of(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     if not takes_any or "labels" not in batch:
         return dict(batch)
-    return {**batch, "num_items_in_batch": batch["labels"].ne(-100).sum()}
+    number = batch["labels"].ne(-100).sum()
+    shares_a_batch = hasattr(Trainer, "get_tp_size")  # since then it divides by the devices that do
+    return {**batch, "num_items_in_batch": number / 1 if shares_a_batch else number}
 
 
 def _without_checkpointing(model: Any) -> None:
