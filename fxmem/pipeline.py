@@ -291,12 +291,12 @@ class UnplannedFloor:
         return self._known
 
 
-def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor) -> Report:
-    """Return the report of ``compiled``, planned for another size, at the size of ``context``. Errors: as
+def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor, origin: str) -> Report:
+    """Return the report of ``compiled`` in ``context``; it was planned for what ``origin`` says. Errors: as
     :func:`fxmem.profiling.verify.verify`, and ``ValueError`` if the plan is none for this size."""
     start, captured = time.perf_counter(), compiled.captured
     profiled = context.profile_of(captured)
-    profile, plan = profiled.profile, replace(compiled.plan, planner=f"{compiled.plan.planner}, of a larger size")
+    profile, plan = profiled.profile, replace(compiled.plan, planner=f"{compiled.plan.planner}, {origin}")
     check_plan(profile, plan)
     timeline, settings = simulate(profile, plan), context.settings
     point = FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds)

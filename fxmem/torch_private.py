@@ -6,7 +6,7 @@ torch's is in :mod:`fxmem.torch_patches`. Each name has a row in docs/architectu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
@@ -51,6 +51,7 @@ __all__ = [
     "device_types",
     "grad_reaches_all",
     "has_kernel",
+    "graph_nodes",
     "has_saved_tensor_hooks",
     "holders_of",
     "in_dual_level",
@@ -174,6 +175,23 @@ def has_kernel(op: OpOverload, key: str) -> bool:
 def is_composite(op: OpOverload) -> bool:
     """True if ``op`` is made of other operators, whose backward is its own."""
     return has_kernel(op, "CompositeImplicitAutograd")
+
+
+# -- graphs of autograd --------------------------------------------------------------------------------------------------
+
+
+def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield each node of the graph under ``roots``, tensors or edges, once."""
+    starts = (getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots)
+    pending = list(dict.fromkeys(node for node in starts if node is not None))
+    known = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in known:
+                known.add(following)
+                pending.append(following)
 
 
 # -- what is going on around ---------------------------------------------------------------------------------------------

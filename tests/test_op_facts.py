@@ -79,7 +79,7 @@ CALLED_BY_ANOTHER_NAME = {
     ("runtime/recording.py", "aten.as_strided.default"),  # written into the program
 }
 """Ops that are named in one place and called in another, not decided about."""
-OP = re.compile(r"(torch\.ops\.\w+|aten|prim)\.\w+(\.\w+)?")
+OP = re.compile(r"(torch\.ops\.\w+|_?(aten|prims?))\.\w+(\.\w+)?")
 
 
 def ops_decided_by(source: str) -> list[tuple[int, str]]:
@@ -119,6 +119,8 @@ def test_no_other_place_decides_by_the_name_of_an_op() -> None:
         "lean = op in {aten.conv2d.padding}",
         "if name == 'aten.copy_.default': pass",
         "work(aten.bmm.default, x)",
+        "fused = {_aten.bmm}",
+        "fused = {prims.iota}",
     ],
 )
 def test_a_decision_by_the_name_of_an_op_is_found(line: str) -> None:

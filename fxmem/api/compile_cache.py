@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fxmem.api.size_families import Family, LazyReport, SizedPlan, at_other_size
+from fxmem.api.size_families import Family, LazyReport, SizedPlan, taken_over
 from fxmem.capture.advice import Part
 from fxmem.capture.dynamic_batch import Shapes, largest_batch, resized, shapes_of
 from fxmem.capture.export import fitting
@@ -114,7 +114,8 @@ class CompileCache:
         return compiled
 
     def _at_other_size(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> Compiled:
-        compiled = at_other_size(CompileContext(self._model, inputs, self._settings, autocast), compiled)
+        context = CompileContext(self._model, inputs, self._settings, autocast)
+        compiled = taken_over(context, compiled, "of a larger size")
         self._untried[id(compiled)] = compiled
         return compiled
 
@@ -171,7 +172,8 @@ class CompileCache:
     def adopt(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for another step, planned at the size of ``inputs``, as it serves this one: its peak is
         within the budget in it too."""
-        adopted = at_other_size(CompileContext(self._model, inputs, self._settings, autocast), compiled)
+        context = CompileContext(self._model, inputs, self._settings, autocast)
+        adopted = taken_over(context, compiled, "of another step")
         self._compiled.setdefault(self._signature(inputs, autocast), []).append(adopted)
         self._family(inputs, autocast).plans.append(SizedPlan(adopted, shapes_of(inputs)))
         self.latest = adopted

@@ -29,12 +29,11 @@ from fxmem.profiling.seen_loss import OtherSizeError, SeenLoss
 from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
+from fxmem.runtime.joint import some_of
 from fxmem.user_frames import level_of_user
 
 MOST_LOSSES = 4
 """That are seen anew, each at a size at which the one before does not run."""
-NUM_LOOKED_AT = 4
-"""Parameters that are asked whether they have a gradient, spread over the model."""
 
 
 class LoopPlans:
@@ -252,9 +251,7 @@ class LoopPlans:
         """True if some parameters have a gradient."""
         latest = self._latest.latest
         if self._looked_at[0] is not latest and latest is not None:
-            parameters = [p for p in latest.captured.parameters if p.requires_grad]
-            stride = max(1, len(parameters) // NUM_LOOKED_AT)
-            self._looked_at = latest, tuple(parameters[::stride])
+            self._looked_at = latest, some_of([p for p in latest.captured.parameters if p.requires_grad])
         return any(parameter.grad is not None for parameter in self._looked_at[1])
 
     def _room(self, compiled: Compiled) -> int:

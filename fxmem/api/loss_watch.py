@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fxmem.api.step_watch import CALL, Call
 from fxmem.profiling.seen_loss import LossNotSeenError, LossRecorder, SeenLoss
 from fxmem.profiling.targets import Sizes, Targets, sizes_of
 from fxmem.torch_patches import calls_of_backward_shown_to, calls_shown_to
+from fxmem.torch_private import graph_nodes
 
 MOST_NODES = 100_000
 """Of a graph in which outputs are looked for."""
@@ -51,6 +53,7 @@ class LossWatch:
         self._sizes: Sizes = ()
         """Of the inputs of the first call that is looked at."""
         self._on = ExitStack()
+        weakref.finalize(self, self._on.close)
         self._thread = 0
 
     def stop(self) -> None:
@@ -80,7 +83,6 @@ class LossWatch:
         self._thread = threading.get_ident()
         self._on.enter_context(calls_shown_to(self._recorder))
         self._on.enter_context(calls_of_backward_shown_to(show))
-        weakref.finalize(self, self._on.close)
 
     def _backward(self, roots: Sequence[Any]) -> None:
         recorder = self._recorder
@@ -97,14 +99,4 @@ class LossWatch:
     def _reached_from(self, roots: Sequence[Any]) -> bool:
         """True if the graph of ``roots`` goes to outputs of the calls that are looked at."""
         calls = [call for reference in self._calls if (call := reference()) is not None]
-        stack: list[Any] = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
-        seen: set[Any] = set()
-        while stack and len(seen) < MOST_NODES:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            if node.metadata.get(CALL) in calls:
-                return True
-            seen.add(node)
-            stack.extend(after for after, _ in node.next_functions)
-        return False
+        return any(node.metadata.get(CALL) in calls for node in islice(graph_nodes(roots), MOST_NODES))

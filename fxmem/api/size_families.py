@@ -170,20 +170,21 @@ def _num_elements(shapes: Shapes) -> int:
 
 
 class LazyReport:
-    """The report of a size that runs under the plan of a larger one: made on fakes when it is asked for, once."""
+    """The report of what runs under a plan for something else: made on fakes when it is asked for, once."""
 
-    def __init__(self, context: CompileContext, compiled: Compiled) -> None:
+    def __init__(self, context: CompileContext, compiled: Compiled, origin: str) -> None:
         tensors = (*compiled.captured.parameters, *context.inputs.tensors)
         devices = tuple(sorted({tensor.device for tensor in tensors}, key=str))
         self._context, self.compiled = context.without_values(), compiled
         self._scope = CallScope.around(devices)
         self._known: Report | None = None
+        self._origin = origin
 
     def __call__(self) -> Report:
         if self._known is None:
             with self._scope.entered():
                 floor = UnplannedFloor(self.compiled.captured, self.compiled.captured, self._context, self._scope)
-                self._known = report_at(self._context, self.compiled, floor)
+                self._known = report_at(self._context, self.compiled, floor, self._origin)
         return self._known
 
     def peak_bytes(self) -> int:
@@ -196,7 +197,7 @@ class LazyReport:
             ).peak_bytes
 
 
-def at_other_size(context: CompileContext, compiled: Compiled) -> Compiled:
-    """Return ``compiled`` as it serves the size of ``context``."""
+def taken_over(context: CompileContext, compiled: Compiled, origin: str) -> Compiled:
+    """Return ``compiled`` as it serves the call and step of ``context``. ``origin``: what it was planned for."""
     joint = joint_steps(compiled.captured, compiled.graph_module, context.inputs)
-    return replace(compiled, _report=LazyReport(context, compiled), planned=None, joint=joint)
+    return replace(compiled, _report=LazyReport(context, compiled, origin), planned=None, joint=joint)

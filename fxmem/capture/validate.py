@@ -29,7 +29,7 @@ from fxmem.op_facts.kinds import AddedByExport
 from fxmem.runtime.autocast import casts_kept
 from fxmem.runtime.backend_flags import present
 from fxmem.torch_patches import calls_told_to
-from fxmem.torch_private import DynamicOutputShapeException, in_transform, tree_leaves, version_of
+from fxmem.torch_private import DynamicOutputShapeException, graph_nodes, in_transform, tree_leaves, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,19 +226,8 @@ def _arguments_left(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping
 
 def _autograd_nodes(outputs: Any) -> Counter[str]:
     """Count the autograd nodes that ``outputs`` reach, by name."""
-    leaves = tree_leaves(outputs)
-    names: Counter[str] = Counter()
-    stack = [t.grad_fn for t in leaves if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if not _harmless(node):
-            names[node.name()] += 1
-        for next_node, _ in node.next_functions:
-            if next_node is not None and next_node not in seen:
-                seen.add(next_node)
-                stack.append(next_node)
-    return names
+    tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    return Counter(node.name() for node in graph_nodes(tensors) if not _harmless(node))
 
 
 def _harmless(node: Any) -> bool:

@@ -13,26 +13,17 @@ import torch
 from torch import fx
 
 from fxmem.compiled.joint import is_view, nbytes_of
+from fxmem.op_facts.kinds import CompiledRole
+from fxmem.op_facts.lookup import with_role
 from fxmem.profiling.roofline import Hardware, flops_of
-from fxmem.torch_private import OpOverload, tree_map_only
+from fxmem.torch_private import OpOverload, schema_of, tree_map_only
 
 FUSED = 0.5
 """Share of a fused kernel's traffic that it costs to run it again: its result stays in the kernel that asks."""
-_aten, _prims = torch.ops.aten, torch.ops.prims
-_POINTWISE = frozenset(
-    {
-        _aten.full, _aten.where, _aten.clone, _aten._to_copy, _aten.full_like, _aten.scalar_tensor, _aten.expand,
-        _aten.index, _aten.constant_pad_nd, _aten.cat, _aten.embedding, _aten.gather, _prims.iota,
-        _prims.convert_element_type, _prims.inductor_random, _prims.inductor_lookup_seed, _prims.broadcast_in_dim,
-    }
-)  # fmt: skip
-"""What Inductor computes element by element though it has no such tag."""
-_REDUCTIONS = frozenset(
-    {
-        _aten.sum, _aten.amax, _aten.amin, _aten.mean, _aten.var, _aten.var_mean, _aten.any, _aten.cumsum,
-        _prims.prepare_softmax_online,
-    }
-)  # fmt: skip
+_POINTWISE, _REDUCTIONS = with_role(CompiledRole, "pointwise"), with_role(CompiledRole, "reduction")
+_PRIMS_POINTWISE = frozenset({"prims::inductor_random", "prims::inductor_lookup_seed"})
+_PRIMS_REDUCTIONS = frozenset({"prims::prepare_softmax_online"})
+"""By name: there are no such ops before Inductor is imported."""
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -45,13 +36,16 @@ def is_pointwise(node: fx.Node) -> bool:
         return is_pointwise(node.args[0])  # type: ignore[arg-type]
     target = node.target
     return isinstance(target, OpOverload) and (
-        torch.Tag.pointwise in target.tags or target.overloadpacket in _POINTWISE
+        torch.Tag.pointwise in target.tags or target in _POINTWISE or schema_of(target).name in _PRIMS_POINTWISE
     )
 
 
 def is_generated(node: fx.Node) -> bool:
     """True for what Inductor generates code for, which reads values that need not be in memory."""
-    return is_pointwise(node) or getattr(node.target, "overloadpacket", None) in _REDUCTIONS
+    target = node.target
+    if is_pointwise(node) or target in _REDUCTIONS:
+        return True
+    return isinstance(target, OpOverload) and schema_of(target).name in _PRIMS_REDUCTIONS
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:

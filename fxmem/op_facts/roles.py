@@ -73,6 +73,18 @@ FACTS: tuple[OpFact, ...] = (
     OpFact(_aten("new_empty new_zeros new_ones new_full"), SampleRole("new"), _SAMPLES, _APART),
     OpFact(_aten("empty zeros ones full rand randn"), SampleRole("made"), _SAMPLES, _APART),
     OpFact(_aten("_assert_tensor_metadata sym_size _assert_scalar"), SampleRole("check"), _SAMPLES, _APART),
+    OpFact(
+        (
+            *_aten(
+                "full where clone _to_copy full_like scalar_tensor expand index constant_pad_nd cat embedding gather"
+            ),
+            *("prims.iota", "prims.convert_element_type", "prims.broadcast_in_dim"),
+        ),
+        CompiledRole("pointwise"),
+        _COMPILED,
+        _LOWERED,
+    ),
+    OpFact(_aten("sum amax amin mean var var_mean any cumsum"), CompiledRole("reduction"), _COMPILED, _LOWERED),
     OpFact(_aten("copy_.default"), CompiledRole("copy"), _COMPILED, _LOWERED),
     OpFact(_aten("reshape.default _unsafe_view.default"), CompiledRole("view"), _COMPILED, _LOWERED),
     OpFact(

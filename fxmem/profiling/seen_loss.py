@@ -107,6 +107,8 @@ class _OfSeenSize(torch.autograd.Function):
     def forward(ctx: Any, like: Like, *given: torch.Tensor) -> torch.Tensor:
         ctx.given = [(t.size(), t.dtype, t.device) for t in given]
         made = like.blank(given[0].device)
+        masks = [t for t in given if t.dtype in (torch.bool, torch.uint8)]  # kept as indices, one for each dimension
+        ctx.kept = [made.new_empty(like.size[:1], dtype=torch.int64) for mask in masks for _ in range(mask.dim())]
         if not made.is_floating_point():
             ctx.mark_non_differentiable(made)
         return made

@@ -20,6 +20,7 @@ from fxmem.torch_private import (
     ALONE_IN_DISPATCH,
     TorchDispatchMode,
     current_backward_node,
+    graph_nodes,
     holders_of,
     sequence_of,
     storage_key,
@@ -41,17 +42,10 @@ class UnwatchedWrites:
 
     def show(self, roots: Sequence[Any]) -> None:
         """Watch the nodes of the graph that a backward from ``roots`` runs."""
-        pending = [node for root in roots if (node := getattr(root, "grad_fn", None) or getattr(root, "node", None))]
-        known = set(pending)
-        while pending:
-            node = pending.pop()
+        for node in graph_nodes(roots):
             number = sequence_of(node)
             if number is not None:
                 node.register_hook(lambda *_, number=number: self._note(number))
-            for following, _ in node.next_functions:
-                if following is not None and following not in known:
-                    known.add(following)
-                    pending.append(following)
 
     def _note(self, number: int) -> None:
         self._applied = number

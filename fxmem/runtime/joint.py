@@ -43,10 +43,10 @@ from fxmem.runtime.program import Program, TooManySumsError, program_of
 from fxmem.runtime.program_call import ProgramCall, ProgramStep, gated, through
 from fxmem.runtime.recompute import replayed, stash_random_states
 from fxmem.runtime.recording import Recorder, Recording, Ref, recording_with, written_by
-from fxmem.torch_private import current_backward, has_saved_tensor_hooks, storage_key
+from fxmem.torch_private import current_backward, graph_nodes, has_saved_tensor_hooks, storage_key
 
 NUM_LOOKED_AT = 4
-"""Parameters that are asked whether they have a gradient, spread over the model."""
+"""Parameters that are asked whether they have a gradient."""
 
 Run = Callable[[Callable[..., Any], Sequence[Any]], Sequence[Any]]
 """Calls a graph with leaves, as calls of it are made; returns the leaves of its output."""
@@ -54,6 +54,11 @@ Run = Callable[[Callable[..., Any], Sequence[Any]], Sequence[Any]]
 _Seen = dict[int, tuple[View, torch.device]]
 """By output, how its gradient lay."""
 _late_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+
+
+def some_of(parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return those that are asked whether they have a gradient, spread over the model."""
+    return tuple(parameters[:: max(1, len(parameters) // NUM_LOOKED_AT)])
 
 
 class JointSteps:
@@ -82,7 +87,7 @@ class JointSteps:
             self.refusal = self.refusal or "it writes to what is no buffer"
         if any(b.requires_grad for b in graph_module.buffers()):
             self.refusal = self.refusal or "a buffer requires grad"
-        self.looked_at = self.parameters[:: max(1, len(self.parameters) // NUM_LOOKED_AT)]
+        self.looked_at = some_of(self.parameters)
         self.program: Program | None = None
         self._is_tried = all(device.type == "cpu" for device in self.devices)
         """Whether a program's bits are compared with the tape's: a kernel may ask whether autograd is on."""
@@ -218,16 +223,10 @@ def _refusal_of(outputs: Sequence[Any], arguments: Sequence[torch.Tensor]) -> st
 
 def _num_uses(outputs: Sequence[Any], aliases: Sequence[torch.Tensor]) -> list[int]:
     """Return how many edges of the graph of ``outputs`` lead to each alias, which is no leaf."""
-    edges: Counter[tuple[Any, int]] = Counter()
-    stack = [o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None]
-    edges.update((o.grad_fn, o.output_nr) for o in outputs if isinstance(o, torch.Tensor))
-    seen = set(stack)
-    while stack:
-        for node, number in stack.pop().next_functions:
-            edges[node, number] += 1
-            if node is not None and node not in seen:
-                seen.add(node)
-                stack.append(node)
+    tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
+    edges: Counter[tuple[Any, int]] = Counter((o.grad_fn, o.output_nr) for o in tensors)
+    for node in graph_nodes(tensors):
+        edges.update(node.next_functions)
     return [edges[alias.grad_fn, alias.output_nr] for alias in aliases]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from fxmem.profiling.storage_tracker import parts_of
 from fxmem.runtime.slots import Fresh, Handle, Held
-from fxmem.torch_private import FakeTensor, storage_key, tree_leaves
+from fxmem.torch_private import FakeTensor, graph_nodes, storage_key, tree_leaves
 
 
 def tensors_with_graph() -> list[torch.Tensor]:
@@ -31,14 +31,7 @@ def tensors_with_graph() -> list[torch.Tensor]:
 
 def nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
     """Return the autograd nodes that tensors keep."""
-    stack = [tensor.grad_fn for tensor in tensors]
-    seen: set[Any] = set(stack)
-    while stack:
-        for node in _inputs_of(stack.pop()):
-            if node not in seen:
-                seen.add(node)
-                stack.append(node)
-    return seen
+    return set(graph_nodes(tensors))
 
 
 def reached_from(tensors: Iterable[torch.Tensor], mark_of: Callable[[Any], int]) -> list[int]:
