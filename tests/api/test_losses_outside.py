@@ -115,10 +115,24 @@ def made(share: float = 0.3, **options: Any) -> tuple[fxmem.FxMemModule, torch.o
     return fxmem.optimize(model, X, budget=budget, **asked), optimizer
 
 
+READ = {
+    input_as_target: (X,),
+    two_outputs: (X,),
+    another_model: (X, CRITIC),
+}
+"""What steps read beside the model; others read :data:`X` and :data:`Y`."""
+HELD = {
+    names_beside_the_loss: ROWS * 8,
+    two_outputs: ROWS * 4,
+}
+"""Bytes of arguments that are let go of in the step, and count to its end: nobody can tell that they go."""
+
+
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, number: int) -> tuple[list[int], list[str]]:
     peaks, said = [], []
     for _ in range(number):
-        with warnings.catch_warnings(record=True) as caught, fxmem.track(model, optimizer, X, Y, CRITIC) as memory:
+        held = READ.get(step, (X, Y))
+        with warnings.catch_warnings(record=True) as caught, fxmem.track(model, optimizer, *held) as memory:
             warnings.simplefilter("always")
             step(model)
             optimizer.step()
@@ -136,17 +150,18 @@ def test_a_loss_that_nobody_told_of_is_planned_for_from_the_second_step_on(step:
     peaks, said = steps(model, optimizer, step, 3)
     assert torch._C._len_torch_function_stack() == 0
     assert len([text for text in said if "the loss is computed outside of the model" in text]) == 1
-    fxmem_peak = model.fxmem.report.predicted_peak_bytes
-    held_by_tracker = sum(t.nbytes for t in (X, Y, *CRITIC.parameters()))
-    assert abs(peaks[-1] - fxmem_peak) <= held_by_tracker + 0.005 * fxmem_peak
+    planned = model.fxmem.report.predicted_peak_bytes
+    if step is values_decide_the_size:  # a stand-in keeps a mask's indices, as many as rows at most
+        assert peaks[-1] <= planned <= peaks[-1] + ROWS * 8
+    else:
+        assert planned == peaks[-1] + HELD.get(step, 0)
     assert peaks[-1] == peaks[-2] < peaks[0]
 
 
 def test_what_is_warned_of_is_the_peak_that_the_first_step_had() -> None:
     model, optimizer = made()
     (first, *_), said = steps(model, optimizer, criterion_on_named_output, 2)
-    held_by_tracker = sum(t.nbytes for t in CRITIC.parameters())
-    assert f"the step's peak is {first - held_by_tracker} bytes" in said[0]
+    assert f"the step's peak is {first} bytes" in said[0]
     assert "loss_fn=..., targets=..." in said[0]
 
 
@@ -181,7 +196,7 @@ def test_sizes_that_the_loss_names_follow_the_batch() -> None:
 
     peaks, said = steps(model, optimizer, step, 4)
     assert len([text for text in said if "the loss is computed" in text]) == 1
-    assert abs(peaks[-1] - model.fxmem.report.predicted_peak_bytes) <= sum(t.nbytes for t in CRITIC.parameters())
+    assert peaks[-1] == model.fxmem.report.predicted_peak_bytes
 
 
 class Total(torch.autograd.Function):
