@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -84,6 +86,33 @@ def test_a_forward_that_seeds_a_generator_is_refused_whatever_the_call_is_named(
     model = Noisy(noise)
     with pytest.raises(fxmem.CaptureError, match=r"manual_seed or set_state of a torch\.Generator"):
         capture(model, Inputs.of((torch.randn(4, 4),), {}))
+
+
+@contextmanager
+def drawing_thread() -> Iterator[None]:
+    """Another thread that draws, seeds and sets hooks all the while, as a training step or a data loader does."""
+    done, weight = threading.Event(), torch.ones(2, requires_grad=True)
+
+    def draw() -> None:
+        while not done.is_set():
+            torch.rand(3)
+            torch.manual_seed(1)
+            weight.register_hook(lambda gradient: gradient).remove()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("noise", [None, *SEEDING], ids=lambda noise: getattr(noise, "__name__", "dropout"))
+def test_what_another_thread_does_is_not_the_models(noise: Any) -> None:
+    refused = pytest.raises(fxmem.CaptureError, match=r"manual_seed or set_state of a torch\.Generator")
+    with drawing_thread(), nullcontext() if noise is None else refused:
+        capture(Noisy(noise or (lambda _, y: functional.dropout(y))), Inputs.of((torch.randn(4, 4),), {}))
 
 
 def test_planning_leaves_random_numbers_as_they_were() -> None:

@@ -7,6 +7,7 @@ nodes of autograd, effects in Python, what a second call would do otherwise.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,7 +23,7 @@ from fxmem.capture.pytrees import flattened
 from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import CaptureError, ChangedArgumentError, chain_of, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, attributes_restored
-from fxmem.fake.generators import Draws
+from fxmem.fake.generators import Draws, seeds
 from fxmem.fake.python_state import OpLog, Place, PythonState
 from fxmem.op_facts import names_of
 from fxmem.op_facts.kinds import AddedByExport
@@ -204,7 +205,8 @@ def _run(
         with draws_again.watching():
             _, ops_again = forward()
         again = between.changes()
-        if (draws.seeded or draws_again.seeded) and not _SEEDINGS & set(calls):
+        moved = draws.moved or draws_again.moved
+        if not _SEEDINGS & set(calls) and (draws_again.makes_one or (moved and seeds(forward))):
             calls.append("manual_seed or set_state of a torch.Generator")
     return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again, new_buffers)
 
@@ -305,11 +307,12 @@ def _called_by_user() -> bool:
 
 @contextmanager
 def _calls_noted() -> Iterator[list[str]]:
-    """Note every call while the body runs that ``_REMEDIES`` names."""
+    """Note every call of this thread while the body runs that ``_REMEDIES`` names."""
     noted: list[str] = []
+    thread = threading.get_ident()
 
     def told(name: str) -> None:
-        if _called_by_user():
+        if threading.get_ident() == thread and _called_by_user():
             noted.append(name)
 
     with _CallsSeen(noted), calls_told_to(told):

@@ -1,12 +1,14 @@
 """Random generators around runs on fakes: their states are kept, and what a forward does to them is seen.
 
-A random op on fakes draws nothing. So a generator whose state is marked before a forward and is another afterwards, or
-where the forward draws from it, was seeded by the forward itself, by whatever name that was called.
+A random op on fakes draws nothing. So a generator that is at one state before a forward and at another afterwards, or
+where the forward draws from it, was seeded by the forward itself, by whatever name that was called, or drawn from by
+another thread. Which of the two it was, the interpreter tells: it shows this thread's calls only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +16,8 @@ import torch
 
 from fxmem.torch_private import DisableTorchFunction, TorchDispatchMode, without_modes
 
-_MARK = 0x5EED_0F_F00D
-"""A seed that no model takes by chance."""
+_SEEDINGS = frozenset({"manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"})
+"""Methods of a generator that set its state."""
 
 
 def default_generators() -> tuple[torch.Generator, ...]:
@@ -36,9 +38,14 @@ class GeneratorStates:
             if not _same(generator.get_state(), state):
                 generator.set_state(state)
 
+    def hold_of(self, generators: Iterable[torch.Generator]) -> bool:
+        """True if each of those among ``generators`` that are known here is at its state."""
+        wanted = set(map(id, generators))
+        return all(_same(g.get_state(), state) for g, state in self._states if id(g) in wanted)
+
 
 class Draws(TorchDispatchMode):
-    """Notes from which generators a forward on fakes draws, and whether it seeds them.
+    """Notes from which generators a forward on fakes draws, and whether their states change meanwhile.
 
     ``own``: generators of the model that an earlier run of the same forward drew from; None in a first run.
     """
@@ -46,48 +53,63 @@ class Draws(TorchDispatchMode):
     def __init__(self, own: Iterable[torch.Generator] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._first = own is None
-        self._marked = [*default_generators(), *(own or ())]
+        self._watched = [*default_generators(), *(own or ())]
         self.own: list[torch.Generator] = []
         """Those drawn from that are no default ones."""
-        self._seeded = False
+        self.makes_one = False
+        """True if a later run draws from a generator that is not the first run's: the forward makes it."""
+        self.moved = False
+        """True if a state changed, or was another where the forward drew."""
 
     @contextmanager
     def watching(self) -> Iterator[Draws]:
-        """Mark the generators, watch the body, put their states back."""
-        states = GeneratorStates(self._marked)
+        """Watch the body, put the states back.
+
+        One number is drawn from each generator first, so that its state is no seed's and no kept one's.
+        """
+        before = GeneratorStates(self._watched)
+        with without_modes():
+            for generator in self._watched:
+                torch.rand(1, device=generator.device, generator=generator)
+        self._states = GeneratorStates(self._watched)
         try:
-            for generator in self._marked:
-                generator.manual_seed(_MARK)
             with self:
                 yield self
-            self._seeded = self._seeded or not all(map(_is_marked, self._marked))
+            self.moved = self.moved or not self._states.hold_of(self._watched)
         finally:
-            states.restore()
-
-    @property
-    def seeded(self) -> bool:
-        """True if the forward set a generator's state, or drew from one that it made itself."""
-        return self._seeded
+            before.restore()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            named = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-            self._note(named)
+            self._note([value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)])
         return func(*args, **kwargs)
 
     def _note(self, named: list[torch.Generator]) -> None:
-        known = {id(generator) for generator in self._marked}
+        known = {id(generator) for generator in self._watched}
         new = [generator for generator in named if id(generator) not in known]
         self.own += new
-        drawn_from = [g for g in named if id(g) in known] or list(default_generators() if not named else ())
-        self._seeded = self._seeded or not all(map(_is_marked, drawn_from)) or bool(new and not self._first)
+        self.makes_one = self.makes_one or bool(new and not self._first)
+        self.moved = self.moved or not self._states.hold_of(named or default_generators())
 
 
-def _is_marked(generator: torch.Generator) -> bool:
-    marked = torch.Generator(generator.device)
-    marked.manual_seed(_MARK)
-    return _same(generator.get_state(), marked.get_state())
+def seeds(forward: Callable[[], object]) -> bool:
+    """True if ``forward()``, which is called, sets the state of a generator; what other threads do does not count."""
+    if sys.getprofile() is not None:  # a profiler's place, which only one can have: another thread is the rarer case
+        return True
+    seen = False
+
+    def note(_frame: object, event: str, called: Any) -> None:
+        nonlocal seen
+        if event == "c_call" and called.__name__ in _SEEDINGS and isinstance(called.__self__, torch.Generator):
+            seen = True
+
+    sys.setprofile(note)
+    try:
+        forward()
+    finally:
+        sys.setprofile(None)
+    return seen
 
 
 def _same(state: torch.Tensor, other: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.modules.module as _modules
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import BackwardHook
 
-from fxmem.torch_patches.replacing import patch, replaced
+from fxmem.torch_patches.replacing import patch, replaced, replaced_here
 
 Instead = Callable[..., Any]
 
@@ -25,10 +26,11 @@ def function_applies_by(instead: Instead) -> Iterator[None]:
     torch.export looks through it and keeps the forward's ops only: the custom backward is lost. torch 2.11 to 2.15, where
     ``Function.apply`` ends in that of its base.
     """
-    base = torch.autograd.function._SingleLevelFunction
+    base, thread = torch.autograd.function._SingleLevelFunction, threading.get_ident()
 
     def apply(cls: Any, *args: Any) -> Any:
-        return instead(cls, args, functools.partial(super(base, cls).apply, *args))
+        original = functools.partial(super(base, cls).apply, *args)
+        return instead(cls, args, original) if threading.get_ident() == thread else original()
 
     with replaced(base, "apply", classmethod(apply)):
         yield
@@ -42,7 +44,7 @@ def tensor_hooks_set_by(instead: Instead) -> Iterator[None]:
     torch.export sets the hook on a fake and forgets it. torch 2.11 to 2.15.
     """
     original = torch.Tensor.register_hook
-    with replaced(torch.Tensor, "register_hook", lambda tensor, hook: instead(tensor, hook, original)):
+    with replaced_here(torch.Tensor, "register_hook", lambda tensor, hook: instead(tensor, hook, original)):
         yield
 
 
@@ -55,7 +57,7 @@ def batch_norms_by(instead: Instead) -> Iterator[None]:
     batches would be that of one. torch 2.11 to 2.15.
     """
     original = vars(_BatchNorm)["forward"]
-    with replaced(_BatchNorm, "forward", lambda module, x: instead(module, x, original)):
+    with replaced_here(_BatchNorm, "forward", lambda module, x: instead(module, x, original)):
         yield
 
 
@@ -69,8 +71,8 @@ def backward_hooks_made_by(inputs: Instead, outputs: Instead) -> Iterator[None]:
     """
     on_inputs, on_outputs = BackwardHook.setup_input_hook, BackwardHook.setup_output_hook
     with (
-        replaced(BackwardHook, "setup_input_hook", lambda hook, args: inputs(hook, args, on_inputs)),
-        replaced(BackwardHook, "setup_output_hook", lambda hook, args: outputs(hook, args, on_outputs)),
+        replaced_here(BackwardHook, "setup_input_hook", lambda hook, args: inputs(hook, args, on_inputs)),
+        replaced_here(BackwardHook, "setup_output_hook", lambda hook, args: outputs(hook, args, on_outputs)),
     ):
         yield
 
@@ -134,7 +136,7 @@ def calls_told_to(told: Callable[[str], None]) -> Iterator[None]:
             told(name)
             return original(*args, **kwargs)
 
-        return replaced(owner, attribute, call)
+        return replaced_here(owner, attribute, call)
 
     with ExitStack() as stack:
         for owner, attribute, name in _TOLD:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxmem.torch_patches.replacing import patch, replaced
+from fxmem.torch_patches.replacing import patch, replaced, replaced_here
 
 
 @patch
@@ -32,7 +32,7 @@ def regions_left() -> Iterator[None]:
     with (
         replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
         replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
-        replaced(torch, "is_autocast_cache_enabled", lambda: True),
+        replaced_here(torch, "is_autocast_cache_enabled", lambda: True),
     ):
         yield
 
@@ -51,7 +51,7 @@ def compiler_says_eager() -> Iterator[Callable[[], None]]:
     def begin() -> None:
         compiler._is_compiling_flag = compiler._is_exporting_flag = False
 
-    with replaced(compiler, "is_exporting", lambda: False), replaced(compiler, "is_compiling", lambda: False):
+    with replaced_here(compiler, "is_exporting", lambda: False), replaced_here(compiler, "is_compiling", lambda: False):
         yield begin
 
 
@@ -67,7 +67,7 @@ def tracing_answered_by(tracing: Callable[[object], bool]) -> Iterator[None]:
     if getattr(masking, "is_tracing", None) is None:
         yield
         return
-    with replaced(masking, "is_tracing", lambda tensor=None: tracing(tensor)):
+    with replaced_here(masking, "is_tracing", lambda tensor=None: tracing(tensor)):
         yield
 
 
@@ -86,7 +86,7 @@ def nodes_shown_to(look: Callable[[fx.Node], None]) -> Iterator[None]:
         look(node)
         return node
 
-    with replaced(fx.Graph, "create_node", showing):
+    with replaced_here(fx.Graph, "create_node", showing):
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import _foreach_supported_types
 
-from fxmem.torch_patches.replacing import patch, replaced
+from fxmem.torch_patches.replacing import patch, replaced_here
 from fxmem.torch_private import FakeTensor
 
 
@@ -62,5 +62,5 @@ def clipping_refused(check: Callable[[Sequence[torch.Tensor]], None]) -> Iterato
         check(parameters)
         clip(parameters, *args, **kwargs)
 
-    with replaced(clip_grad, "_clip_grads_with_norm_", checked):
+    with replaced_here(clip_grad, "_clip_grads_with_norm_", checked):
         yield

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -31,3 +32,16 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+def replaced_here(owner: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Give ``owner`` another function ``name`` while the body runs, for the calls of this thread.
+
+    A step that another thread trains meanwhile calls the original.
+    """
+    original, thread = getattr(owner, name), threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    return replaced(owner, name, call)
