@@ -1,7 +1,8 @@
 """Every place where fxmem replaces or sets something of torch's (or of transformers'), each a named context manager.
 
-Each says what it replaces, why, and the torch versions it is for; each has a canary in tests/test_torch_patches.py, which
-fails where a patch has no effect any more or is needed no longer. Callers keep the logic, the replacing is here.
+Each says what it replaces, why, and the torch versions it is for; each has a canary in
+tests/torch_patches/test_canaries.py, which fails where a patch has no effect any more or is needed no longer. Callers
+keep the logic, the replacing is here.
 """
 
 from fxmem.torch_patches.autograd import (

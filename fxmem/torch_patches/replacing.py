@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 Made = TypeVar("Made", bound=Callable[..., Any])
 
 PATCHES: dict[str, Callable[..., Any]] = {}
-"""By name, every patch of torch. tests/test_torch_patches.py has a canary for each."""
+"""By name, every patch of torch. tests/torch_patches/test_canaries.py has a canary for each."""
 
 
 def patch(made: Made) -> Made:

@@ -18,7 +18,7 @@ import fxmem
 from fxmem.cli.main import HELP, build_parser, main
 from fxmem.cli.values import input_named, optimizer_named, plain_value
 from fxmem.errors import InputError
-from tests.test_report_page import data_in
+from tests.report.test_page import data_in
 
 NET = Path(__file__).resolve().parents[2] / "docs" / "commands" / "net.py"
 CALL = f"{NET}:Net --input 8x3x32x32 --loss cross_entropy"

@@ -1,4 +1,4 @@
-""""""
+"""Models that are changed between planning and training, or while they run."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-""""""
+"""Hooks of modules, tensors and gradients run as often as in eager mode, on real tensors."""
 
 from collections.abc import Callable
 from typing import Any

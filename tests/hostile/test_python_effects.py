@@ -1,4 +1,4 @@
-""""""
+"""What a forward does to Python objects beside its tensors."""
 
 import weakref
 from collections.abc import Callable

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import readme
 from benchmarks.libraries import import_torchvision
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 PAGES = (README, README.parent / "docs" / "architecture.md")
 BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{i}")

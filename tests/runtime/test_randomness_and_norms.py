@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.exactness import check, same_bits
-from tests.issues.models import HARD, WIDTH, Layer, assert_same_gradients, batch, least, stack, twins
+from tests.small_models import HARD, WIDTH, Layer, assert_same_gradients, batch, least, stack, twins
 from tests.tiers import diagonal
 
 # -- never fresh randomness under recompute ----------------------------------------------------------------------------

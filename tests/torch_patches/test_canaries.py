@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from fxmem import torch_patches as patches
 from fxmem.torch_private import OpOverload
-from tests import canaries_of_fakes  # noqa: F401  (its canaries)
-from tests.canaries import CANARIES, canary, exported, outcome
+from tests.torch_patches import canaries_of_fakes  # noqa: F401  (its canaries)
+from tests.torch_patches.canaries import CANARIES, canary, exported, outcome
 
 
 @pytest.mark.parametrize("name", sorted(patches.PATCHES))

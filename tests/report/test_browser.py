@@ -14,7 +14,7 @@ from benchmarks.libraries import import_library
 from fxmem.advice.advise import Advice
 from fxmem.advice.evaluate import Row
 from tests.browser import Browser, Page, chromium, chromium_path
-from tests.test_report_pictures import Block
+from tests.report.test_pictures import Block
 
 pytestmark = pytest.mark.skipif(chromium_path() is None, reason="no Chromium is there: apt-get install chromium")
 
@@ -134,7 +134,7 @@ def test_a_page_can_be_pointed_at_opened_sorted_and_filtered(
     point("[...document.querySelectorAll('#graph .box:not([aria-expanded])')].pop()")
     told = page.run(f"{TIP}.textContent")
     assert "for the backward" in told
-    assert "test_report_pictures.py:" in told
+    assert "test_pictures.py:" in told
     page.click(box_named("2"))
     assert num_boxes(page) == closed
     page.click("document.querySelector('#graph button')")

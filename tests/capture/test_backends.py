@@ -1,4 +1,4 @@
-""""""
+"""Switches of kernels, grad modes, default dtypes and branches: the graph is that of where the model is called."""
 
 import copy
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxmem
 from tests.exactness import check, same_bits
-from tests.issues.models import Shared, assert_same_gradients, least, plain, twins
+from tests.small_models import Shared, assert_same_gradients, least, plain, twins
 from tests.tiers import representatives
 
 # -- switches of kernels -----------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from fxmem.ir import Plan
 from fxmem.planners.ilp import best_limits, optimum
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import simulate
+from tests.planners.test_frontiers import best_seconds, brute_force
 from tests.synthetic import chain, hourglass, random_dag, residual_blocks
-from tests.test_planners import best_seconds, brute_force
 
 
 @pytest.mark.parametrize("num_ops", [2, 4, 6])

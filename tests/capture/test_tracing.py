@@ -13,7 +13,7 @@ import fxmem
 from benchmarks.libraries import import_library
 from fxmem.profiling.training_step import run_step
 from tests.exactness import check, same_bits
-from tests.issues.models import HARD, WIDTH, Layer, Shared, assert_same_gradients, batch, least, stack, twins
+from tests.small_models import HARD, WIDTH, Layer, Shared, assert_same_gradients, batch, least, stack, twins
 from tests.tiers import diagonal
 
 # -- graphs that train() and eval(), models that tracers refuse --------------------------------------------------------

@@ -25,7 +25,7 @@ from fxmem.profiling.roofline import PRESETS
 from fxmem.profiling.storage_tracker import StorageTracker
 
 aten = torch.ops.aten
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "fxmem"
 
 

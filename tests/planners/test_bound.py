@@ -11,8 +11,8 @@ from fxmem.planners.bound import Relaxation
 from fxmem.planners.pareto import Clock
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import tables_of
+from tests.planners.test_frontiers import brute_force
 from tests.synthetic import chain, hourglass, random_dag, residual_blocks
-from tests.test_planners import brute_force
 
 
 def bounds(profile: GraphProfile, points: tuple[FrontierPoint, ...]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What canaries of patches are made with (tests/test_torch_patches.py)."""
+"""What canaries of patches are made with (tests/torch_patches/test_canaries.py)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fxmem import torch_patches as patches
 from fxmem.fake.fake_tensors import ScalarReads
-from tests.canaries import canary, ops_of, outcome
+from tests.torch_patches.canaries import canary, ops_of, outcome
 
 
 @canary(patched=[(2, 5, 7), (5, 2, 4)], plain="raises")

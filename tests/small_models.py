@@ -1,4 +1,4 @@
-"""Models and helpers of the tests of reported issues."""
+"""Small residual models with norms, dropout and shared weights; twins of them; the least budget."""
 
 from collections.abc import Callable
 from typing import Any

@@ -16,8 +16,8 @@ from torch import nn
 import fxmem
 from fxmem.report.model_explorer import COLOURS
 from fxmem.report.page import SCRIPTS, VENDORED, page_data, page_html, sentence
-from tests.test_docs import LOADED, LOADED_BY_STYLE
-from tests.test_report_pictures import Block
+from tests.project.test_docs import LOADED, LOADED_BY_STYLE
+from tests.report.test_pictures import Block
 
 VENDOR = files("fxmem.report") / "vendor"
 
@@ -52,7 +52,7 @@ def test_the_data_of_a_page_is_that_of_the_report(report: fxmem.Report) -> None:
     assert sum(node["dropped_bytes"] for node in nodes) == report.dropped_bytes
     assert all(read < place for place, node in enumerate(nodes) for read in node["reads"])
     assert {data["nodes"]["texts"][node["module"]] for node in nodes} == {node.module_path for node in report.graph}
-    assert all("test_report_pictures.py:" in data["nodes"]["texts"][node["line"]] for node in nodes)
+    assert all("test_pictures.py:" in data["nodes"]["texts"][node["line"]] for node in nodes)
     assert sum(row["recomputed_bytes"] for row in rows_of(data["modules"])) == report.dropped_bytes
     assert sum(row["nbytes"] for row in rows_of(data["storages"])) == report.kept_bytes + report.dropped_bytes
     assert data["figures"][:3] == [

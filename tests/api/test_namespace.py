@@ -101,7 +101,7 @@ def test_copies_and_pickles_of_a_container_are_containers() -> None:
 
 
 def test_a_pickle_of_version_0_1_loads_and_trains() -> None:
-    module = pickle.loads((Path(__file__).parent / "data" / "optimized_0.1.0.pkl").read_bytes())
+    module = pickle.loads((Path(__file__).parents[1] / "data" / "optimized_0.1.0.pkl").read_bytes())
     assert isinstance(module, fxmem.OptimizedModule)
     settings = module.fxmem.settings
     assert (settings.budget_bytes, settings.step.optimizer, settings.compress_saved) == (10**9, "sgd", True)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fxmem
 from tests.exactness import check
-from tests.issues.models import HARD, WIDTH, Layer, assert_same_gradients, batch, least, stack, twins
+from tests.small_models import HARD, WIDTH, Layer, assert_same_gradients, batch, least, stack, twins
 
 # -- LoRA, frozen inputs -----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 
 import fxmem
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LOADED = re.compile(r"""<(?:script|img|iframe|source)[^>]+src="(?:https?:)?//|<link[^>]+href="(?:https?:)?//""")
 LOADED_BY_STYLE = re.compile(r"""(?:@import\s+|url\()\s*["']?(?:https?:)?//""")
 

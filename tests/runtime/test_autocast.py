@@ -1,4 +1,4 @@
-""""""
+"""Autocast: regions inside a model and around it cast a weight once, as eager does, in the recompute too."""
 
 from typing import Any, cast
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fxmem
 from tests.exactness import check, same_bits
-from tests.issues.models import HARD, WIDTH, Layer, Shared, assert_same_gradients, batch, least, plain, stack, twins
+from tests.small_models import HARD, WIDTH, Layer, Shared, assert_same_gradients, batch, least, plain, stack, twins
 
 # -- autocast ----------------------------------------------------------------------------------------------------------
 
