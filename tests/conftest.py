@@ -14,6 +14,9 @@ import hypothesis
 import pytest
 import torch
 
+from fxmem.planners import portfolio
+from tests.search import WHOLE, search_briefly
+
 # With several threads the CPU kernels that accumulate into an index (the backward of an embedding, for one) add in
 # any order, so two eager runs differ in the last bit. Bitwise comparisons need one thread.
 torch.set_num_threads(1)
@@ -22,6 +25,9 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+search_briefly()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,3 +50,10 @@ def kept_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Lets a test that asks for several budgets of one model plan it once, as any user does."""
     monkeypatch.setenv("FXMEM_CACHE", "1")
     monkeypatch.setenv("FXMEM_CACHE_DIR", str(tmp_path / "plans"))
+
+
+@pytest.fixture
+def whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the default planner search as long as it does for users, for tests of how good its plans are."""
+    for name, value in WHOLE.items():
+        monkeypatch.setattr(portfolio, name, value)

@@ -14,6 +14,7 @@ def test_every_command_has_a_page() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_search")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_shows_what_its_commands_print(page: Path) -> None:
     shown = dict(commands_of(page))

@@ -36,6 +36,7 @@ def test_no_plan_of_a_random_graph_is_below_the_bound(seed: int) -> None:
         assert relaxation.known(point.peak_bytes) <= point.recompute_seconds + 1e-6
 
 
+@pytest.mark.usefixtures("whole_search")
 @pytest.mark.parametrize(
     "profile",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 
@@ -25,6 +26,12 @@ GRAPHS = {
 }
 
 
+@functools.cache
+def frontier_of(planner: str, graph: str) -> tuple[FrontierPoint, ...]:
+    """What a planner, which searches briefly, finds for one of the graphs."""
+    return PLANNERS[planner](GRAPHS[graph], seconds=20.0)
+
+
 def best_seconds(points: tuple[FrontierPoint, ...], budget_bytes: int) -> float:
     point = cheapest_within(points, budget_bytes)
     return float("inf") if point is None else point.recompute_seconds
@@ -46,7 +53,7 @@ def brute_force(profile: GraphProfile) -> tuple[FrontierPoint, ...]:
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_a_frontier_is_a_pareto_set_and_the_simulator_agrees_with_it(planner: str, graph: str) -> None:
     profile = GRAPHS[graph]
-    points = PLANNERS[planner](profile, seconds=20.0)
+    points = frontier_of(planner, graph)
     assert points
     for point in points:
         timeline = simulate(profile, point.plan)
@@ -62,13 +69,13 @@ def test_a_frontier_is_a_pareto_set_and_the_simulator_agrees_with_it(planner: st
 def test_a_budget_that_eager_meets_costs_nothing(planner: str, graph: str) -> None:
     profile = GRAPHS[graph]
     eager_bytes = simulate(profile, keep_all(profile)).peak_bytes
-    assert best_seconds(PLANNERS[planner](profile, seconds=20.0), eager_bytes) == 0.0
+    assert best_seconds(frontier_of(planner, graph), eager_bytes) == 0.0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_more_budget_never_costs_more_and_no_peak_exceeds_it(graph: str) -> None:
-    points = PLANNERS["auto"](GRAPHS[graph], seconds=20.0)
+    points = frontier_of("auto", graph)
     costs = []
     for budget_bytes in range(points[-1].peak_bytes, points[0].peak_bytes + 2):
         point = cheapest_within(points, budget_bytes)
@@ -85,14 +92,21 @@ def test_equal_profiles_get_equal_plans(planner: str) -> None:
     assert first == PLANNERS[planner](random_dag(11, 30), seconds=60.0)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("whole_search")
+def test_equal_profiles_get_equal_plans_of_a_whole_search() -> None:
+    test_equal_profiles_get_equal_plans("auto")
+
+
 @pytest.mark.parametrize("graph", representatives(GRAPHS, *GRAPHS, quick=["random", "one op", "two ops", "all impure"]))
 def test_auto_is_at_least_as_good_as_every_other_planner(graph: str) -> None:
-    auto = PLANNERS["auto"](GRAPHS[graph], seconds=60.0)
+    auto = frontier_of("auto", graph)
     for planner in PLANNERS.keys() - {"auto"}:
-        for point in PLANNERS[planner](GRAPHS[graph], seconds=60.0):
+        for point in frontier_of(planner, graph):
             assert best_seconds(auto, point.peak_bytes) <= point.recompute_seconds
 
 
+@pytest.mark.usefixtures("whole_search")
 @pytest.mark.parametrize("seed", range(8))
 def test_auto_is_close_to_brute_force_on_random_graphs(seed: int) -> None:
     profile = random_dag(seed, 8, reach=3)
@@ -103,6 +117,7 @@ def test_auto_is_close_to_brute_force_on_random_graphs(seed: int) -> None:
     assert auto[-1].peak_bytes <= best[-1].peak_bytes
 
 
+@pytest.mark.usefixtures("whole_search")
 @pytest.mark.parametrize("num_ops", range(2, 9))
 def test_auto_equals_brute_force_on_chains(num_ops: int) -> None:
     profile = chain(num_ops, nbytes=3, grad_bytes=1)
@@ -133,6 +148,7 @@ def test_a_nested_plan_recomputes_more_and_holds_less_than_plain_segments() -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_search")
 def test_cheap_ops_are_dropped_before_dear_ones() -> None:
     profile = residual_blocks(4, width=8)
     points = PLANNERS["auto"](profile, seconds=20.0)
@@ -153,7 +169,7 @@ def test_impure_ops_are_never_dropped() -> None:
 
 @pytest.mark.slow
 def test_cheapest_within_is_none_below_the_floor() -> None:
-    points = PLANNERS["auto"](GRAPHS["chain"], seconds=20.0)
+    points = frontier_of("auto", "chain")
     assert cheapest_within(points, points[-1].peak_bytes - 1) is None
 
 
@@ -168,6 +184,7 @@ def test_pareto_drops_beaten_points_and_keeps_the_first_of_equal_ones() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_search")
 def test_a_long_graph_is_planned_within_its_time() -> None:
     profile = residual_blocks(500, grad_bytes=1)
     rng = random.Random(0)

@@ -24,6 +24,7 @@ from fxmem.planners.simulate import simulate
 from fxmem.profiling.profile import profile
 from fxmem.profiling.roofline import PRESETS
 from tests.synthetic import random_dag
+from tests.tiers import representatives
 
 
 class Block(nn.Module):
@@ -61,11 +62,6 @@ def graph_of(name: str) -> GraphProfile:
     return profile(capture(build().train(), inputs), inputs, PRESETS["a100"].seconds).profile
 
 
-@functools.cache
-def frontier_of(name: str) -> tuple[FrontierPoint, ...]:
-    return PLANNERS["auto"](graph_of(name), seconds=120.0)
-
-
 def check_frontier(graph: GraphProfile, points: tuple[FrontierPoint, ...]) -> None:
     assert points[0].recompute_seconds == 0.0
     for left, right in pairwise(points):
@@ -82,7 +78,7 @@ def check_frontier(graph: GraphProfile, points: tuple[FrontierPoint, ...]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_frontiers_of_models_are_sound_and_monotone(name: str) -> None:
-    check_frontier(graph_of(name), frontier_of(name))
+    check_frontier(graph_of(name), PLANNERS["auto"](graph_of(name), seconds=120.0))
 
 
 @given(st.integers(0, 10_000), st.integers(2, 30), st.integers(1, 8))
@@ -92,14 +88,15 @@ def test_fuzz_frontiers_of_random_graphs_are_sound_and_monotone(seed: int, num_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("whole_search")
+@pytest.mark.parametrize("name", representatives(MODELS, "convolutions"))
 def test_op_times_off_by_a_third_cost_at_most_a_point_of_the_step(name: str) -> None:
     graph, rng = graph_of(name), random.Random(0)
     factors = [rng.uniform(2 / 3, 4 / 3) for _ in graph.nodes]
     nodes = tuple(dataclasses.replace(n, seconds=n.seconds * f) for n, f in zip(graph.nodes, factors, strict=True))
     recipes = tuple(dataclasses.replace(r, seconds=sum(nodes[k].seconds for k in r.nodes)) for r in graph.recipes)
     noisy = PLANNERS["auto"](dataclasses.replace(graph, nodes=nodes, recipes=recipes), seconds=120.0)
-    points = frontier_of(name)
+    points = PLANNERS["auto"](graph, seconds=120.0)
     low, high = max(points[-1].peak_bytes, noisy[-1].peak_bytes), points[0].peak_bytes
     for share in (0.25, 0.5, 0.75):
         budget_bytes = round(low + share * (high - low))

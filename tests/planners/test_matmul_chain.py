@@ -38,6 +38,7 @@ class Chain(nn.Module):
         return x.sum()
 
 
+@pytest.mark.usefixtures("whole_search")
 def test_each_budget_on_the_chain_of_matmuls_buys_as_many_as_can_be_bought() -> None:
     """The chain of PyTorch's MemoryBudgetTest. cos is free; b kept matrices leave 5 - b matmuls to redo.
 
@@ -105,6 +106,7 @@ def saved_and_redone(profiled: Profiled, inputs: Inputs, plan: Plan) -> tuple[fl
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_search")
 def test_a_budget_of_b_mib_on_the_chain_saves_b_mib_and_redoes_the_other_matmuls() -> None:
     """PyTorch's test_matmul_even_chain, measured on the emitted module: b of 10 saved matrices, 5 - b more matmuls.
 

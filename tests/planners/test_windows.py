@@ -88,6 +88,7 @@ def test_no_more_windows_than_it_may() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_search")
 def test_auto_uses_windows_on_graphs_too_large_for_the_whole_program() -> None:
     points = PLANNERS["auto"](residual_blocks(10, grad_bytes=1), seconds=60.0)
     assert any(point.plan.planner == "neighbourhood search" for point in points)
