@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from fxmem.planners import portfolio
-from tests.search import WHOLE, search_briefly
+from fxmem.planners.registry import PLANNERS
+from tests.search import PLANNING_ANEW, WHOLE, plan_once, search_briefly
 
 # With several threads the CPU kernels that accumulate into an index (the backward of an embedding, for one) add in
 # any order, so two eager runs differ in the last bit. Bitwise comparisons need one thread.
@@ -28,6 +29,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 search_briefly()
+plan_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,3 +59,10 @@ def whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the default planner search as long as it does for users, for tests of how good its plans are."""
     for name, value in WHOLE.items():
         monkeypatch.setattr(portfolio, name, value)
+
+
+@pytest.fixture
+def planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets planners forget what they found, for tests of what happens while they search."""
+    for name, planner in PLANNING_ANEW.items():
+        monkeypatch.setitem(PLANNERS, name, planner)

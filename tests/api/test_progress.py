@@ -144,6 +144,7 @@ def check_interrupted(model: nn.Sequential, x: torch.Tensor, interrupted: Callab
 QUICK: dict[str, Any] = {"optimizer": "sgd", "cost": "cpu", "cache": False}
 
 
+@pytest.mark.usefixtures("planned_anew")
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95])
 def test_an_interrupt_leaves_model_and_process_as_they_were(share: float) -> None:
     x = torch.randn(64, 32)

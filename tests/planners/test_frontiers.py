@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 
@@ -26,9 +25,7 @@ GRAPHS = {
 }
 
 
-@functools.cache
 def frontier_of(planner: str, graph: str) -> tuple[FrontierPoint, ...]:
-    """What a planner, which searches briefly, finds for one of the graphs."""
     return PLANNERS[planner](GRAPHS[graph], seconds=20.0)
 
 
@@ -86,6 +83,7 @@ def test_more_budget_never_costs_more_and_no_peak_exceeds_it(graph: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("planned_anew")
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_equal_profiles_get_equal_plans(planner: str) -> None:
     first = PLANNERS[planner](random_dag(11, 30), seconds=60.0)
@@ -93,7 +91,7 @@ def test_equal_profiles_get_equal_plans(planner: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("whole_search")
+@pytest.mark.usefixtures("whole_search", "planned_anew")
 def test_equal_profiles_get_equal_plans_of_a_whole_search() -> None:
     test_equal_profiles_get_equal_plans("auto")
 
