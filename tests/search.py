@@ -13,7 +13,7 @@ from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.planners import frontier_cache, portfolio
 from fxmem.planners.registry import PLANNERS
 
-BRIEF = {"MOST_TRIALS": 200, "MOST_WINDOWS": 3}
+BRIEF = {"MOST_TRIALS": 200, "MOST_WINDOWS": 2}
 """Of the local search and its like, and of the neighbourhoods chosen anew."""
 WHOLE = {name: getattr(portfolio, name) for name in BRIEF}
 PLANNING_ANEW = dict(PLANNERS)
