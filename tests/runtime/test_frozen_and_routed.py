@@ -187,7 +187,8 @@ class PartlyUsed(nn.Module):
 def test_distributed_data_parallel_around_an_optimized_model(issue: str, build: Any, unused: bool) -> None:
     eager, model = twins(build)
     x = batch()
-    wrapped = nn.parallel.DistributedDataParallel(least(model, x), find_unused_parameters=unused)
+    told = {"loss_fn": torch.sum} if unused else {}
+    wrapped = nn.parallel.DistributedDataParallel(least(model, x, **told), find_unused_parameters=unused)
     for m in (eager, wrapped):
         torch.manual_seed(2)
         for _ in range(2):
