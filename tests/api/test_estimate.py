@@ -1,5 +1,6 @@
 """Estimates equal what is measured, on real models and without their bytes; the largest batch is found."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from fxmem.profiling.training_step import run_step
 from fxmem.runtime.autocast import Autocast
 from tests import zoo
 from tests.profiling.steps import measured_peak
-from tests.tiers import diagonal
+from tests.tiers import representatives
 
 
 class Tied(nn.Module):
@@ -42,18 +43,29 @@ def test_shared_expanded_and_frozen_storages_count_once_and_right() -> None:
     assert measured_peak(model, ((tokens,), {}), None, optimizer) == estimate.peak_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    diagonal(["resnet18", "gpt2_2l", "whisper", "mixtral", "unet2d", "mamba", "t5"], [None, torch.bfloat16]),
+REAL = tuple(
+    itertools.product(("resnet18", "gpt2_2l", "whisper", "mixtral", "unet2d", "mamba", "t5"), (None, torch.bfloat16))
 )
-def test_estimates_of_real_models_equal_what_is_measured(name: str, dtype: torch.dtype | None) -> None:
+KINDS = (
+    ("resnet18", None),
+    ("gpt2_2l", torch.bfloat16),
+    ("whisper", None),
+    ("mixtral", torch.bfloat16),
+    ("mamba", None),
+)
+"""Convolutions, a decoder, an encoder with a decoder, experts, a scan."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", representatives(REAL, *KINDS), ids=str)
+def test_estimates_of_real_models_equal_what_is_measured(case: tuple[str, torch.dtype | None]) -> None:
+    name, dtype = case
     entry = zoo.get(name)
     model = entry.build().train()
     args, kwargs = entry.batch(entry.default_batch)
     if name == "mamba":  # a loop over tokens: few, in many rows
         kwargs = {key: value.reshape(-1, 8) for key, value in kwargs.items()}
-    estimate = fxmem.estimate(model, args, kwargs, optimizer=None, loss_fn=entry.loss, autocast=dtype, plan_seconds=1)
+    estimate = fxmem.estimate(model, args, kwargs, optimizer=None, loss_fn=entry.loss, autocast=dtype, planner="chen")
     tracker = StorageTracker()
     tracker.hold(tensors_of((model, args, tuple(kwargs.values()))))
     with tracker:

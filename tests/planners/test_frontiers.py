@@ -184,7 +184,7 @@ def test_pareto_drops_beaten_points_and_keeps_the_first_of_equal_ones() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole_search")
 def test_a_long_graph_is_planned_within_its_time() -> None:
-    profile = residual_blocks(500, grad_bytes=1)
+    profile = residual_blocks(250, grad_bytes=1)
     rng = random.Random(0)
     points = PLANNERS["auto"](profile, seconds=30.0)
     eager_bytes = points[0].peak_bytes

@@ -128,7 +128,7 @@ def budget_for(length: int, share: float) -> int:
     return round(report.floor_bytes + share * (report.eager_peak_bytes - report.floor_bytes))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_texts_of_many_lengths_are_planned_for_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = budget_for(64, 0.4)
     plannings = Plannings(monkeypatch)
