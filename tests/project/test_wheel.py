@@ -73,28 +73,19 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in files)
 
 
-def test_package_is_imported_from_the_wheel(python: Path, tmp_path: Path) -> None:
-    out = _run(python, "-c", "import fxmem; print(fxmem.__file__); print(fxmem.__version__)", cwd=tmp_path)
-    file, version = out.splitlines()
-    assert Path(file).is_relative_to(python.parent.parent)
-    assert version == _version_in_metadata(python, tmp_path)
-
-
-def test_the_wheel_writes_pages(python: Path, tmp_path: Path) -> None:
+def test_what_is_installed_is_the_package_with_its_pages_and_its_command_line(python: Path, tmp_path: Path) -> None:
     script = (
         "import torch, fxmem\n"
+        "print(fxmem.__file__)\n"
+        "print(fxmem.__version__)\n"
         "report = fxmem.optimize(torch.nn.Linear(2, 2), torch.randn(4, 2)).fxmem.report\n"
         "report.save_html('page.html')\n"
     )
-    _run(python, "-c", script, cwd=tmp_path)
+    file, version = _run(python, "-c", script, cwd=tmp_path).splitlines()
+    assert Path(file).is_relative_to(python.parent.parent)
+    assert (
+        version == _run(python, "-c", "import importlib.metadata as m; print(m.version('fxmem'))", cwd=tmp_path).strip()
+    )
     assert "uPlot" in (tmp_path / "page.html").read_text(encoding="utf-8")
-
-
-def test_command_line_prints_the_version(python: Path, tmp_path: Path) -> None:
-    expected = f"fxmem {_version_in_metadata(python, tmp_path)}\n"
-    assert _run(python, "-m", "fxmem", "--version", cwd=tmp_path) == expected
-    assert _run(python.with_name("fxmem"), "--version", cwd=tmp_path) == expected
-
-
-def _version_in_metadata(python: Path, cwd: Path) -> str:
-    return _run(python, "-c", "import importlib.metadata as m; print(m.version('fxmem'))", cwd=cwd).strip()
+    assert _run(python, "-m", "fxmem", "--version", cwd=tmp_path) == f"fxmem {version}\n"
+    assert _run(python.with_name("fxmem"), "--version", cwd=tmp_path) == f"fxmem {version}\n"
