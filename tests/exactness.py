@@ -71,7 +71,7 @@ NUM_LEAN_PLANS = 2
 NUM_PROGRAMS = [0]
 """How many plans were checked as programs too."""
 
-PLANS: tuple[MakePlan, ...] = (keep_all, drop_all, passing, random_limits(1), random_limits(2), tightest)
+PLANS: tuple[MakePlan, ...] = (keep_all, drop_all, passing, random_limits(1), tightest)
 
 
 # -- what a step computes ----------------------------------------------------------------------------------------------

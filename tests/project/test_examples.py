@@ -9,19 +9,21 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
-EXAMPLES = sorted(FOLDER.glob("*.py"))
-RUN = """
-import runpy, sys
-from benchmarks.libraries import import_torchvision
-from tests.search import search_briefly
-import_torchvision()
-search_briefly()
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
-"""transformers imports torchvision, whose compiled ops need a word first on a CPU build of torch. Any plan will do."""
-MOST_SECONDS = 600
-
-
+EXAMPLES = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
+TOGETHER = {
+    "torch": (
+        "plain_loop",
+        "accumulation_and_amp",
+        "estimate_and_frontier",
+        "policy",
+        "save_and_load",
+        "track",
+        "accelerate_loop",
+    ),
+    "models": ("transformers_gpt2", "peft_lora", "diffusers_unet"),
+    "trainers": ("transformers_trainer", "lightning_module"),
+}
+"""Those of a process, which imports what they need once."""
 NEEDS = {
     "transformers_trainer": "accelerate",
     "accelerate_loop": "accelerate",
@@ -29,22 +31,35 @@ NEEDS = {
     "lightning_module": "lightning",
 }
 """Libraries of the test extra that fxmem does without, by example. An environment may lack them."""
+RUN = """
+import runpy, sys
+from benchmarks.libraries import import_torchvision
+from tests.search import search_briefly
+import_torchvision()
+search_briefly()
+for path in sys.argv[1:]:
+    print("running", path)
+    runpy.run_path(path, run_name="__main__")
+"""
+"""transformers imports torchvision, whose compiled ops need a word first on a CPU build of torch. Any plan will do."""
+MOST_SECONDS = 600
 
 
 def test_there_are_twelve_examples() -> None:
     assert len(EXAMPLES) == 12
-    assert NEEDS.keys() <= {path.stem for path in EXAMPLES}
+    assert sorted(name for names in TOGETHER.values() for name in names) == list(EXAMPLES)
+    assert NEEDS.keys() <= EXAMPLES.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(path: Path, tmp_path: Path) -> None:
-    needed = NEEDS.get(path.stem)
-    if needed is not None and find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
-    env = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1", "FXMEM_CACHE_DIR": str(tmp_path)}
+@pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
+def test_examples_run(names: tuple[str, ...], tmp_path: Path) -> None:
+    lacking = {NEEDS[name] for name in names if name in NEEDS and find_spec(NEEDS[name]) is None}
+    paths = [str(EXAMPLES[name]) for name in names if NEEDS.get(name) not in lacking]
+    cache = {"FXMEM_CACHE": "1", "FXMEM_CACHE_DIR": str(tmp_path / "cache")}
+    env = {**os.environ, **cache, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(path)],
+        [sys.executable, "-c", RUN, *paths],
         env=env,
         cwd=tmp_path,
         capture_output=True,
@@ -52,4 +67,8 @@ def test_an_example_runs(path: Path, tmp_path: Path) -> None:
         timeout=MOST_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout
+    printed = done.stdout + "running "
+    for path in paths:
+        assert f"running {path}\nrunning " not in printed, "it printed nothing"
+    if lacking:
+        pytest.skip(f"not installed: {', '.join(sorted(lacking))}")
