@@ -8,6 +8,7 @@ from torch import nn
 
 from fxmem.planners.simulate import drop_all, keep_all
 from tests.exactness import check, passing
+from tests.tiers import diagonal
 
 PLANS = (keep_all, drop_all, passing)
 
@@ -39,10 +40,9 @@ def test_norms_of_what_needs_no_gradient(norm: str, names: tuple[str, ...]) -> N
     check(build, torch.randn(2, 3, 16, 16), plans=PLANS)
 
 
-@pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("cls", [nn.Conv2d, nn.ConvTranspose2d])
 @pytest.mark.parametrize("name", ["weight", "bias"])
-@pytest.mark.parametrize("size", [(2, 4, 12, 12), (1, 4, 6, 6)])
+@pytest.mark.parametrize(("size", "groups"), diagonal([(2, 4, 12, 12), (1, 4, 6, 6)], [1, 4]))
 def test_convolutions_of_which_a_part_is_frozen(
     size: tuple[int, ...], name: str, cls: type[nn.Module], groups: int
 ) -> None:
@@ -53,16 +53,14 @@ def test_convolutions_of_which_a_part_is_frozen(
     check(build, torch.randn(size), plans=PLANS)
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("dims", "dtype"), diagonal([1, 2, 3], [torch.float32, torch.bfloat16, torch.float64]))
 def test_transposed_convolutions_of_which_the_bias_learns(dims: int, dtype: torch.dtype) -> None:
     cls = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
     x = torch.randn(2, 64, *[8] * dims, dtype=dtype, requires_grad=True)
     check(lambda: nn.Sequential(frozen(cls(64, 64, 3, padding=1), "weight"), nn.SiLU()).to(dtype), x, plans=PLANS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("channels", [8, 64])
+@pytest.mark.parametrize(("dtype", "channels"), diagonal([torch.float32, torch.bfloat16, torch.float64], [8, 64]))
 def test_transposed_convolutions_that_make_less_than_they_take(channels: int, dtype: torch.dtype) -> None:
     x = torch.randn(2, 64, 6, 6, 6, dtype=dtype)
     convolution = nn.ConvTranspose3d(64, channels, 1 if channels == 8 else 3, padding=channels // 64)
