@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -46,6 +45,8 @@ def _run(op, sample, requires_grad):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ops_the_dispatcher_calls_pointwise_make_the_same_bits_without_autograd(dtype):
+    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds
+
     compared = set()
     for op in op_db:
         if dtype not in op.supported_dtypes("cpu") or op.name.startswith(NOT_HERE):
