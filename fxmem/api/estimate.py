@@ -8,8 +8,6 @@ on CPU; on CUDA see :mod:`fxmem.profiling.caching_allocator` for what is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack, cast
 
@@ -26,163 +24,21 @@ from fxmem.api.arguments import (
 )
 from fxmem.api.budget import parse_bytes
 from fxmem.api.compiled import check_backend, compiled_estimate
-from fxmem.api.frontier import Frontier, frontier_from
-from fxmem.capture.dynamic_batch import batch_dims, largest_batch, resized
-from fxmem.capture.export import capture, check_call, fitting
-from fxmem.capture.graph import CaptureGraph, Inputs, device_of
+from fxmem.api.frontier import Frontier
+from fxmem.api.question import Question
+from fxmem.capture.dynamic_batch import largest_batch
+from fxmem.capture.graph import Inputs, device_of
 from fxmem.devices import DeviceModel, device_named
-from fxmem.emitted import bound_bytes
-from fxmem.errors import FxMemError, InputError, ProfileError, first_lines, in_units, unit_of
-from fxmem.fake.fake_tensors import FakeWorld, gradients_untouched
-from fxmem.fake.stand_in import cuda_model, standing_in, stands_for
+from fxmem.errors import InputError, in_units, unit_of
+from fxmem.fake.fake_tensors import FakeWorld
+from fxmem.fake.stand_in import cuda_model, stands_for
 from fxmem.ir import PlainData, Timeline
 from fxmem.passes.context import CompileContext
-from fxmem.pipeline import compile_model, floor_bytes, frontier_of, least_bytes_within, profile_for_short_memory
-from fxmem.planners.plan_transfer import Planned
-from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
-from fxmem.profiling.optimizer_on_meta import usual_step
-from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.peak_watch import Alive
-from fxmem.profiling.verify import EagerCall, FakeStep, eager_step
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.peak import Breakdown, Place, breakdown_at_peak, place_of_peak
 from fxmem.report.text import Report
-from fxmem.torch_patches import as_in_training
-
-
-@dataclass(slots=True)
-class Question:
-    """What an estimate is of, for further questions: a context, and the world of fakes that it is answered in."""
-
-    context: CompileContext
-    world: FakeWorld
-    on_cuda: bool
-    gpu: DeviceModel | None
-    """The GPU that stands in for the device of the model, if one does."""
-    planned: list[Planned] = field(default_factory=list)
-    _graph: CaptureGraph | None = None
-    _dynamic: CaptureGraph | None = None
-    _floor_bytes: int | None = None
-    _seen: tuple[RecordedStep | None] | None = None
-    """What the step is supposed to leave and allocate, once that was asked."""
-
-    @contextmanager
-    def on_fakes(self) -> Iterator[None]:
-        """Stand in for parameters that have no bytes; real ones stay."""
-        model = self.context.model
-        stand_ins = self.gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        with as_in_training(), standing_in(self.gpu), self.world.state_of(model) if stand_ins else nullcontext():
-            yield
-
-    def first_answer(self) -> FakeStep:
-        """Return the step of the model as it is. Where it cannot be run on fakes, or goes a way that fakes may not tell,
-        a capture says why, or that it is right. Errors: those of a capture."""
-        with self.on_fakes():
-            check_call(self.context.model, self.context.inputs)
-            try:
-                ran = self._eager_step(self.context, watching=True)
-            except FxMemError:
-                raise
-            except Exception as error:
-                self._captured()
-                raise ProfileError(f"the step does not run on fake tensors: {first_lines(error)}") from error
-            assert ran.watched is not None
-            if ran.watched.doubtful:
-                self._captured()
-        return ran
-
-    def _eager_step(self, context: CompileContext, watching: bool = False) -> FakeStep:
-        model, step = context.model, context.step
-        call = EagerCall(tuple(model.parameters()), context.autocast)
-        if self._seen is None:
-            self._seen = (usual_step(step, call.parameters),)
-        with gradients_untouched(call.parameters):
-            try:
-                return eager_step(model, call, context.inputs, step, self._seen[0], watching)
-            except Exception:
-                if self._seen[0] is None:
-                    raise
-                self._seen = (None,)  # an optimizer may not take such gradients; whatever else is wrong shows below
-            return eager_step(model, call, context.inputs, step, None, watching)
-
-    def _captured(self) -> CaptureGraph:
-        if self._graph is None:
-            self._graph = capture(self.context.model, self.context.inputs, self.context.autocast)
-        return self._graph
-
-    @property
-    def known_floor_bytes(self) -> int | None:
-        """The minimum feasible peak, if it was asked for already."""
-        return self._floor_bytes
-
-    def floor_bytes(self) -> int:
-        """Return the minimum feasible peak."""
-        self._plan()
-        assert self._floor_bytes is not None
-        return self._floor_bytes
-
-    def frontier(self) -> Frontier:
-        """Return the budgets at which the plan changes."""
-        planned = self._plan()
-        return frontier_from(planned.profile, planned.points)
-
-    def graph_peak_bytes(self) -> int:
-        """Return the peak of the captured graph's own step."""
-        with self.on_fakes():
-            profile = self.context.profile_of(self._captured()).profile
-        return simulate(profile, keep_all(profile)).peak_bytes
-
-    def report(self, budget_bytes: int | None) -> Report:
-        """Return what is planned for a budget. Errors: ``InfeasibleBudgetError``."""
-        context = self.context.with_settings(budget_bytes=budget_bytes)
-        with (
-            told(f"planning {type(context.model).__name__}", CAPTURE_SECONDS + context.settings.plan_seconds),
-            self.on_fakes(),
-        ):
-            return compile_model(context, self._captured()).report
-
-    def _plan(self) -> Planned:
-        """Capture, profile and plan for every budget, once."""
-        if self._floor_bytes is None:
-            context = self.context
-            what = f"planning {type(context.model).__name__} for every budget"
-            with told(what, CAPTURE_SECONDS + context.settings.plan_seconds), self.on_fakes():
-                base = context.profile_of(self._captured())
-                short = profile_for_short_memory(self._captured(), context)
-                points = frontier_of(short.profile, context)
-                self._floor_bytes = floor_bytes(short, context, points)
-            self.planned.insert(0, Planned(short.profile, points))
-            self.context = replace(context, base=base, _profiles={})
-        return self.planned[0]
-
-    def peak_at_batch(self, size: int, budget_bytes: int | None) -> int:
-        """What a budget bounds at another batch size, as it is or under a plan: one within the budget, else the least."""
-        if budget_bytes is not None:
-            self._plan()  # so that its plans may be taken over
-        context = self.context
-        other = replace(context, inputs=resized(context.inputs, batch_dims(context.inputs), size), _profiles={})
-        with self.on_fakes():
-            if budget_bytes is None:
-                try:
-                    return self.bound_bytes(self._eager_step(other))
-                except Exception:
-                    self._dynamic_graph()  # tells if the model is tied to its batch size
-                    raise
-            graph = fitting(self._dynamic_graph(), context.model, other.inputs)
-            return least_bytes_within(profile_for_short_memory(graph, other), other, self.planned, budget_bytes)
-
-    def bound_bytes(self, ran: FakeStep) -> int:
-        """Return what a budget bounds of a step."""
-        return bound_bytes(ran.peak_bytes, ran.events.peaks() if self.on_cuda else None, self.context.settings)
-
-    def _dynamic_graph(self) -> CaptureGraph:
-        """Return the graph that serves other batch sizes. Errors: ``CaptureError`` if the model is tied to its own."""
-        if self._dynamic is None:
-            context = self.context
-            dims = batch_dims(context.inputs)
-            self._dynamic = capture(context.model, context.inputs, context.autocast, dims)
-        return self._dynamic
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -227,6 +83,20 @@ class Estimate(PlainData):
     def frontier(self) -> Frontier:
         """Return what every budget costs, as :func:`fxmem.frontier` does, on the device of the estimate."""
         return self._question.frontier()
+
+    def cuda_with(self, *, expandable_segments: bool = False, empty_cache: bool = False) -> AllocatorPeaks:
+        """Return what CUDA's caching allocator makes of the step with ``expandable_segments:True``, or with a call of
+        ``torch.cuda.empty_cache`` after each step. Errors: ``InputError`` for a step that is not on CUDA."""
+        return self._question.cuda_with(expandable_segments, empty_cache)
+
+    def evaluation_peak_bytes(self, *, no_grad: bool = True) -> int:
+        """Return the peak of a forward and loss of the model in eval mode on the same batch, parameters and optimizer state
+        included; ``no_grad=False``: as it is where nobody turned gradients off."""
+        return self._question.evaluation_peak_bytes(no_grad)
+
+    def cyclic_bytes(self) -> int:
+        """Return what reference cycles hold of a step that is over, until Python's garbage collector finds them."""
+        return self._question.cyclic_bytes()
 
     def report(self, budget: float | str | None = None) -> Report:
         """Return the report of the plan that :func:`fxmem.optimize` would make for ``budget`` on the estimate's device.
@@ -352,7 +222,7 @@ def _place_of_step(
 def _estimate(question: Question) -> Estimate:
     """Return the answer to ``question``, whose context becomes that of other sizes."""
     ran = question.first_answer()
-    watched = ran.watched
+    watched, question.events = ran.watched, ran.events
     assert watched is not None
     held = ran.libraries_bytes
     steps = tuple(replace(each, live_bytes=each.live_bytes + held) for each in watched.steps)

@@ -27,7 +27,7 @@ MIN_OWN_SEGMENT_BYTES = 10 << 20
 SEGMENT_GRAIN_BYTES = 2 << 20
 
 Allocation = tuple[str, int, int]
-"""("alloc" | "free", key, nbytes)."""
+"""("alloc" | "free" | "empty", key, nbytes); "empty" stands for ``torch.cuda.empty_cache()``."""
 
 
 def rounded(nbytes: int) -> int:
@@ -163,6 +163,14 @@ class CachingAllocator:
             block = before
         self._pools[small].add(block)
 
+    def empty_cache(self) -> None:
+        """Give segments that are free as a whole back to the device, as ``torch.cuda.empty_cache`` does."""
+        for number, blocks in enumerate(self._segments):
+            if len(blocks) == 1 and blocks[0].free:
+                self._pools[self._small[number]].remove(blocks[0])
+                self.reserved_bytes -= blocks[0].nbytes
+                blocks.clear()
+
     def _new_segment(self, size: int, small: bool) -> _Block:
         page = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         nbytes = -(-size // page) * page if self._expandable else segment_bytes(size)
@@ -218,8 +226,10 @@ def _peaks_of(stream: Iterable[Allocation], allocator: CachingAllocator) -> Allo
     for kind, key, nbytes in stream:
         if kind == "alloc":
             allocator.alloc(key, nbytes)
-        else:
+        elif kind == "free":
             allocator.free(key)
+        else:
+            allocator.empty_cache()
         allocated = max(allocated, allocator.allocated_bytes)
         reserved = max(reserved, allocator.reserved_bytes)
     return AllocatorPeaks(allocated, reserved)
@@ -252,12 +262,13 @@ class StepEvents:
     def library_bytes(self) -> int:
         return sum(nbytes for _, nbytes in self.libraries)
 
-    def history(self, num_steps: int = NUM_STEPS) -> Iterator[Allocation]:
-        """Yield what a process allocates that puts model and batch on the device and trains some steps."""
+    def history(self, num_steps: int = NUM_STEPS, emptied: bool = False) -> Iterator[Allocation]:
+        """Yield what a process allocates that puts model and batch on the device and trains some steps. ``emptied``: the
+        cache is emptied after each."""
         yield from self.present
-        yield from self._steps(num_steps)
+        yield from self._steps(num_steps, emptied)
 
-    def _steps(self, num_steps: int) -> Iterator[Allocation]:
+    def _steps(self, num_steps: int, emptied: bool) -> Iterator[Allocation]:
         freed = {key for kind, key, _ in self.step if kind == "free"}
         gradients = [event for event in self.present if event[0] == "alloc" and event[1] in freed]
         own = {key for kind, key, _ in (*gradients, *self.step) if kind == "alloc"}
@@ -271,6 +282,7 @@ class StepEvents:
                 yield kind, key + shift if key in own else key, nbytes
             yield from self._new_at(len(self.step)) if number == 0 else ()
             yield from (("free", key + shift, 0) for key in sorted(own))
+            yield from [("empty", 0, 0)] * emptied
 
     def _new_at(self, place: int) -> Iterator[Allocation]:
         for index, (at, nbytes) in enumerate(self.libraries):
@@ -279,11 +291,15 @@ class StepEvents:
         if place == self.optimizer_at:
             yield from self.state
 
-    def peaks(self, now: AllocatorState | None = None) -> AllocatorPeaks:
+    def peaks(
+        self, now: AllocatorState | None = None, *, expandable: bool | None = None, emptied: bool = False
+    ) -> AllocatorPeaks:
         """Return what the caching allocator makes of it, in a new process and, where ``now`` is given, in this one: the
-        larger. What others hold in this process is left out."""
-        peaks = allocator_peaks(self.history())
-        most = allocator_peaks(self._with_workspaces().history()) if self.workspaces else peaks
+        larger. What others hold in this process is left out. The rest: as of :func:`allocator_peaks`, :meth:`history`."""
+        peaks = allocator_peaks(self.history(emptied=emptied), expandable=expandable)
+        most = peaks
+        if self.workspaces:
+            most = allocator_peaks(self._with_workspaces().history(emptied=emptied), expandable=expandable)
         allocated = max(peaks.allocated_bytes, 0 if now is None else self._allocated_from(now))
         return AllocatorPeaks(
             allocated,
