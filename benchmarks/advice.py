@@ -2,17 +2,19 @@
 
 In: names of benchmark models, at their small sizes. Out: a table, and ``results/advice.json``: for every habit of
 :data:`fxmem.advice.habits.HABITS` the peak that :func:`fxmem.advise` tells, and the peak of a real step of the changed
-model, both in bytes, which must be equal; with ``--times``, the changed step's time over the original's, the median of
+model, both in bytes, which must be equal, and what torch's profiler sees of it at the allocator; for plans under a budget;
+evaluation and what cycles hold, too; with ``--times``, the changed step's time over the original's, the median of
 pairs.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,17 +22,21 @@ from tabulate import tabulate
 
 import fxmem
 from benchmarks import models
+from benchmarks.measure import allocator_rise_bytes
 from benchmarks.results_file import RESULTS, save_rows
+from fxmem.advice.evaluate import BESIDE, plan_options
 from fxmem.advice.habits import HABITS, Habit
 from fxmem.advice.subject import Subject
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
-from fxmem.profiling.training_step import TrainingStep, optimizer_class, run_step
+from fxmem.profiling.training_step import TrainingStep, loss_of, optimizer_class, run_step
 from fxmem.runtime.autocast import Autocast
 
 PATH = RESULTS / "advice.json"
 NAMES = ("resnet50", "unet", "gpt2", "vit")
 PLANNING: dict[str, Any] = {"plan_seconds": 2.0, "cost": "cpu"}
 """Options of the plans."""
+SHARE = 0.8
+"""The budget of the plans, of the step's own peak."""
 NUM_PAIRS = 5
 
 
@@ -42,6 +48,8 @@ class Row:
     habit: str
     told_bytes: int | None
     measured_bytes: int | None
+    allocator_bytes: int | None = None
+    """The same step seen by torch's profiler at the CPU's allocator, with what kernels take inside."""
     note: str = ""
     time_ratio: float | None = None
 
@@ -56,26 +64,67 @@ class Stepper:
 
     def __init__(self, subject: Subject) -> None:
         self.subject, given = subject, subject.step.optimizer
+        self.scaler = None if subject.step.scaler is None else torch.amp.GradScaler("cpu")
+        model: Any = subject.model
+        if subject.step.in_backward:
+            self.optimizer = model.fxmem.optimizer
+            return
         cls: Any = optimizer_class(given) if isinstance(given, str) else given
-        self.optimizer = None if cls is None else cls([p for p in subject.model.parameters() if p.requires_grad])
+        self.optimizer = None if cls is None else cls([p for p in model.parameters() if p.requires_grad])
 
     def step(self, with_optimizer: bool = True) -> None:
         """Run a step, or all of it before the optimizer."""
         subject = self.subject
         region = Autocast("cpu", subject.step.autocast) if subject.step.autocast else None
         optimizer = self.optimizer if with_optimizer else None
-        run_step(lambda: subject.model(*subject.args, **subject.kwargs), subject.step.loss_fn, optimizer, region)
+        run_step(self._forward, subject.step.loss_fn, optimizer, region, scaler=self.scaler)
+
+    def _forward(self) -> Any:
+        return self.subject.model(*self.subject.args, **self.subject.kwargs)
 
     def peak_bytes(self) -> int:
         """Return the measured peak of a step of the steady state."""
         self.step()
-        if self.subject.step.accumulate:
-            self.step(with_optimizer=False)
-        tracker = StorageTracker()
-        tracker.hold(tensors_of((self.subject.model, self.optimizer or [], self.subject.tensors)))
+        self._accumulate()
+        tracker = self._tracker()
         with tracker:
             self.step()
         return tracker.peak_bytes
+
+    def allocator_bytes(self) -> int:
+        """Return the peak of such a step as torch's profiler sees it, after :meth:`peak_bytes`."""
+        self._accumulate()
+        return self._tracker().live_bytes + allocator_rise_bytes(self.step)
+
+    def _accumulate(self) -> None:
+        if self.subject.step.accumulate:
+            self.step(with_optimizer=False)
+
+    def _tracker(self) -> StorageTracker:
+        tracker = StorageTracker()
+        tracker.hold(tensors_of((self.subject.model, self.optimizer or [], self.scaler or [], self.subject.tensors)))
+        return tracker
+
+    def evaluation_bytes(self, no_grad: bool) -> int:
+        """Return the measured peak of a forward and loss in eval mode, after a step."""
+        self.subject.model.eval()
+        tracker = self._tracker()
+        with tracker, torch.set_grad_enabled(not no_grad):
+            output = self._forward()
+            _loss = loss_of([output], self.subject.step.loss_fn)
+        return tracker.peak_bytes
+
+    def cyclic_bytes(self) -> int:
+        """Return what is alive after a step until garbage is collected."""
+        tracker = self._tracker()
+        gc.collect()
+        gc.disable()
+        with tracker:
+            self.step()
+            before = tracker.live_bytes
+            gc.collect()
+        gc.enable()
+        return before - tracker.live_bytes
 
     def seconds(self) -> float:
         """Return the CPU time of a step."""
@@ -87,18 +136,21 @@ class Stepper:
 def applied(habit: Habit, subject: Subject, budget: int | None = None, **planning: Any) -> Subject:
     """Return the real subject with the habit, ready to run; a plan is for ``budget``, else for the least."""
     changed = habit.change(subject.with_model())
-    if habit.measured_as == "step":
+    if habit.measured_as not in ("plan", "graph"):
         return changed
-    options: dict[str, Any] = {"step": changed.step, **(planning or PLANNING)}
+    step = changed.step
+    if in_backward := "optimizer_in_backward" in habit.allow:  # which wants what makes the optimizer
+        step = replace(step, optimizer=optimizer_class(step.optimizer))
+    options: dict[str, Any] = {"step": step, **(planning or PLANNING), **plan_options([habit])}
     if habit.measured_as == "graph":
-        options |= {"inplace": False, "compress_saved": False}
+        options["budget"] = None
     elif budget is None:
         found = fxmem.estimate(changed.model, changed.args, changed.kwargs, **options)
         options["budget"] = found.floor_bytes
     else:
         options["budget"] = budget
     model = fxmem.optimize(changed.model, changed.args, changed.kwargs, **options)
-    return Subject(model, changed.args, changed.kwargs, changed.step)
+    return Subject(model, changed.args, changed.kwargs, replace(step, in_backward=in_backward))
 
 
 def rows_of(name: str, times: bool) -> Iterator[Row]:
@@ -107,18 +159,25 @@ def rows_of(name: str, times: bool) -> Iterator[Row]:
     torch.manual_seed(0)
     args, kwargs = bench.batch("cpu")
     subject = Subject(bench.build("cpu"), args, kwargs, TrainingStep(loss_fn=bench.loss, optimizer="adamw"))
-    advice = fxmem.advise(subject.model, args, kwargs, step=subject.step, **PLANNING)
-    yield Row(name, "as it is", advice.peak_bytes, Stepper(subject.with_model()).peak_bytes())
-    for habit in HABITS:
+    found = fxmem.estimate(subject.model, args, kwargs, step=subject.step)
+    stepper = Stepper(subject.with_model())
+    yield Row(name, "as it is", found.peak_bytes, stepper.peak_bytes(), stepper.allocator_bytes())
+    yield Row(name, "held by cycles", found.cyclic_bytes(), stepper.cyclic_bytes())
+    for no_grad in (False, True):
+        what = f"evaluation, {'no_grad' if no_grad else 'with gradients on'}"
+        told_bytes = found.evaluation_peak_bytes(no_grad=no_grad)
+        yield Row(name, what, told_bytes, stepper.evaluation_bytes(no_grad))
+    budget = int(SHARE * found.peak_bytes)
+    advice = fxmem.advise(subject.model, args, kwargs, step=subject.step, budget=budget, **PLANNING)
+    for habit in (habit for habit in HABITS if habit.measured_as not in BESIDE):
         told = advice[habit.name]
         if told.peak_bytes is None:
-            yield Row(name, habit.name, None, None, told.note)
+            yield Row(name, habit.name, None, None, note=told.note)
             continue
-        stepper = Stepper(applied(habit, subject))
-        measured = stepper.peak_bytes()
-        yield Row(
-            name, habit.name, told.peak_bytes, measured, told.note, _time_ratio(stepper, subject) if times else None
-        )
+        stepper = Stepper(applied(habit, subject, max(budget, told.peak_bytes)))
+        measured, allocator = stepper.peak_bytes(), stepper.allocator_bytes()
+        ratio = _time_ratio(stepper, subject) if times else None
+        yield Row(name, habit.name, told.peak_bytes, measured, allocator, told.note, ratio)
 
 
 def _time_ratio(stepper: Stepper, subject: Subject) -> float:
@@ -147,10 +206,19 @@ def main() -> int:
 def table(rows: list[Row]) -> str:
     """Return the rows as a table."""
     body = [
-        (r.model, r.habit, r.told_bytes, r.measured_bytes, ("NO", "yes")[r.exact] if r.told_bytes else "", r.time_ratio)
+        (
+            r.model,
+            r.habit,
+            r.told_bytes,
+            r.measured_bytes,
+            ("NO", "yes")[r.exact] if r.told_bytes is not None else "",
+            r.allocator_bytes,
+            r.time_ratio,
+        )
         for r in rows
     ]
-    return tabulate(body, headers=("model", "habit", "told, bytes", "measured, bytes", "equal", "time"), floatfmt=".2f")
+    heads = ("model", "habit", "told, bytes", "measured, bytes", "equal", "profiler, bytes", "time")
+    return tabulate(body, headers=heads, floatfmt=".2f")
 
 
 if __name__ == "__main__":

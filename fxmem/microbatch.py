@@ -57,11 +57,14 @@ class PiecesGraph:
         return True
 
 
-def compile_in_pieces(context: CompileContext, refused: InfeasibleBudgetError) -> Compiled:
+def compile_in_pieces(
+    context: CompileContext, refused: InfeasibleBudgetError, most_pieces: int | None = None
+) -> Compiled:
     """Return ``context``'s model, compiled to run its batch in the least number of pieces that keeps the budget.
+    ``most_pieces``: no more are tried.
 
     Errors: ``InputError`` where samples of a batch depend on each other, or something else keeps the batch whole, by name;
-    ``InfeasibleBudgetError`` where not even pieces of one sample fit.
+    ``InfeasibleBudgetError`` where not even the smallest pieces fit.
     """
     start, model, inputs = time.perf_counter(), context.model, context.inputs
     if context.step.in_backward:
@@ -80,7 +83,7 @@ def compile_in_pieces(context: CompileContext, refused: InfeasibleBudgetError) -
         ) from refused
     size = next(inputs.leaves[i].shape[d] for i, d in dims)
     least_bytes = refused.least_bytes
-    for k in _divisors(size):
+    for k in _divisors(size, most_pieces or size):
         piece = resized(inputs, dims, size // k)
         graph = fitting(symbolic, model, piece)
         for compiled, ran, pieces in _tried(context, refused.budget_bytes, graph, piece, dims, k):
@@ -89,12 +92,13 @@ def compile_in_pieces(context: CompileContext, refused: InfeasibleBudgetError) -
                 report = _report(compiled, ran, context, refused, k, time.perf_counter() - start)
                 return Compiled(compiled.graph_module, cast(CaptureGraph, pieces), compiled.plan, report)
             least_bytes = min(least_bytes, nbytes)
-    place = f"the step of {type(model).__name__}, its batch in pieces of one sample"
+    pieces_of = "pieces of one sample" if most_pieces is None else f"at most {most_pieces} pieces"
+    place = f"the step of {type(model).__name__}, its batch in {pieces_of}"
     raise InfeasibleBudgetError(refused.budget_bytes, least_bytes, (), place) from refused
 
 
-def _divisors(size: int) -> Iterator[int]:
-    return (k for k in range(2, size + 1) if size % k == 0)
+def _divisors(size: int, most: int) -> Iterator[int]:
+    return (k for k in range(2, min(size, most) + 1) if size % k == 0)
 
 
 def _tried(

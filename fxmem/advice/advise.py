@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -9,7 +10,8 @@ import torch
 from tabulate import tabulate
 
 from fxmem.advice.evaluate import MOST_CHANGES, Evaluator, Row, Stack, place_in_words, row_of, smallest_stack
-from fxmem.advice.habits import HABITS, Disruption
+from fxmem.advice.habits import HABITS, Disruption, Habit
+from fxmem.advice.lengths import habits_of, lengths_of
 from fxmem.advice.subject import Subject
 from fxmem.api.arguments import Options, check_model, example_of, settings_of, with_options
 from fxmem.api.budget import parse_bytes
@@ -101,25 +103,39 @@ def advise(
     *,
     budget: float | str | None = None,
     device: torch.device | str | None = None,
+    lengths: Iterable[Any] | None = None,
     **options: Unpack[Options],
 ) -> Advice:
     """Return what each habit that saves memory brings for a training step of ``model``, and the smallest stack that fits.
 
     Each change is made to a copy of the model without bytes, and the step is estimated again; the model given stays as it
-    is. ``budget``: bytes, or text such as "8GB"; without, nothing has to fit. ``device``: as of :func:`fxmem.estimate`.
-    ``cuda``: sizes are those that a budget bounds there. Bytes are whole numbers. Errors: ``InputError``, ``BudgetError``,
-    and those of the estimate of the step as it is; a change that cannot be made is a row that says so.
+    is. Bytes are whole numbers; on CUDA they are those that a budget bounds there.
+
+    - ``budget``: bytes, or text such as "8GB"; without, nothing has to fit.
+    - ``device``: as of :func:`fxmem.estimate`.
+    - ``lengths``: of the data's sequences, or the batches of its data loader, which are read once. There are rows then for
+      p50, p95 and the longest, and for batches of like lengths.
+
+    Errors: ``InputError``, ``BudgetError``, and those of the estimate of the step as it is; a change that cannot be made is
+    a row that says so.
     """
     check_model(model)
     settings = settings_of(options)
     example_of(model, example_args, example_kwargs)
     limit_bytes = None if budget is None else parse_bytes(budget)
     args = tuple(example_args) if isinstance(example_args, tuple | list) else (example_args,)
-    given = Subject(model, () if example_args is None else args, dict(example_kwargs or {}), settings.step)
+    given = Subject(
+        model,
+        () if example_args is None else args,
+        dict(example_kwargs or {}),
+        settings.step,
+        _device_of(model, device),
+    )
+    habits = HABITS if lengths is None else (*habits_of(lengths_of(lengths)), *HABITS)
     others = {name: value for name, value in options.items() if name not in PARTS_OF_STEP}
-    evaluator = Evaluator(given.as_ghost(), {**others, "device": _device_of(model, device)}, limit_bytes)
-    with told(f"advising on {type(model).__name__}", SECONDS_EACH * len(HABITS) + settings.plan_seconds):
-        return _advice(evaluator, limit_bytes)
+    evaluator = Evaluator(given.as_ghost(), others, limit_bytes)
+    with told(f"advising on {type(model).__name__}", SECONDS_EACH * len(habits) + settings.plan_seconds):
+        return _advice(habits, evaluator, limit_bytes)
 
 
 def _device_of(model: torch.nn.Module, device: torch.device | str | None) -> torch.device | str | None:
@@ -128,17 +144,17 @@ def _device_of(model: torch.nn.Module, device: torch.device | str | None) -> tor
     return device if device is not None or own.type != "cuda" else own
 
 
-def _advice(evaluator: Evaluator, limit_bytes: int | None) -> Advice:
+def _advice(habits: tuple[Habit, ...], evaluator: Evaluator, limit_bytes: int | None) -> Advice:
     stage("estimating the step as it is")
-    base = evaluator.estimate(evaluator.subject)
+    base = evaluator.estimate()
     rows = []
-    for habit in HABITS:
+    for habit in habits:
         stage(f"estimating {habit.label}")
         rows.append(row_of(habit, evaluator, base, limit_bytes))
     stack = None
     if limit_bytes is not None and base.bound_bytes > limit_bytes:
         stage("looking for the smallest stack")
-        stack = smallest_stack(HABITS, rows, evaluator, base.bound_bytes, limit_bytes)
+        stack = smallest_stack(habits, rows, evaluator, base.bound_bytes, limit_bytes)
     ranks = {str(disruption): disruption for disruption in Disruption}
     rows.sort(
         key=lambda row: (row.fits is not True, row.peak_bytes is None, ranks[row.disruption], -(row.saved_bytes or 0))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from fxmem.advice.low_bit import EightBitAdamW
 from fxmem.advice.subject import NotApplicable, Subject, cut, floating
 from fxmem.profiling.training_step import optimizer_class
 
@@ -34,7 +35,13 @@ def inplace_activations(subject: Subject) -> Subject:
 
 
 def fused_attention(subject: Subject) -> Subject:
-    """Let a model of transformers call scaled_dot_product_attention."""
+    """Let a model of transformers or timm call scaled_dot_product_attention."""
+    if any(getattr(m, "fused_attn", None) is False for m in subject.model.modules()):
+        changed = subject.with_model()
+        for module in changed.model.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = True  # type: ignore[assignment]
+        return changed
     used = getattr(getattr(subject.model, "config", None), "_attn_implementation", None)
     if used != "eager":
         raise NotApplicable("no attention that is written out was found" if used is None else f"it runs {used} already")
@@ -84,11 +91,28 @@ def checkpoint_blocks(subject: Subject) -> Subject:
     return changed
 
 
+def to_other_memory(subject: Subject) -> Subject:
+    """Return the subject, if there is memory beside that of its device."""
+    if not subject.on_cuda:
+        raise NotApplicable("the step is on the CPU: there is no other memory to move to")
+    return subject
+
+
+def with_allocator(subject: Subject) -> Subject:
+    """Return the subject, if a caching allocator serves it."""
+    if not subject.on_cuda:
+        raise NotApplicable("the step is on the CPU: there is no caching allocator")
+    return subject
+
+
+def as_it_is(subject: Subject) -> Subject:
+    """Return the subject."""
+    return subject
+
+
 def offload(subject: Subject) -> Subject:
     """Keep saved tensors in host memory."""
-    if not any(tensor.is_cuda for tensor in (*subject.model.parameters(), *subject.tensors)):
-        raise NotApplicable("the step is on the CPU: there is no other memory to move to")
-    changed = subject.with_model()
+    changed = to_other_memory(subject).with_model()
     model = changed.model
     forward = model.forward
 
@@ -151,12 +175,22 @@ def micro_batches(count: int) -> Change:
 
 
 def autocast_bf16(subject: Subject) -> Subject:
-    """Run forward and loss under autocast."""
+    """Run forward and loss under autocast in bfloat16."""
+    return _under_autocast(subject, autocast=torch.bfloat16)
+
+
+def autocast_fp16(subject: Subject) -> Subject:
+    """Run forward and loss under autocast in float16, the loss scaled."""
+    scaler = torch.amp.GradScaler("cuda" if subject.on_cuda and torch.cuda.is_available() else "cpu")
+    return _under_autocast(subject, autocast=torch.float16, scaler=subject.step.scaler or scaler)
+
+
+def _under_autocast(subject: Subject, **step: Any) -> Subject:
     if subject.step.autocast is not None:
         raise NotApplicable(f"the step runs under autocast in {subject.step.autocast} already")
     if not any(p.dtype is torch.float32 for p in subject.model.parameters()):
         raise NotApplicable("no parameter is in float32")
-    return subject.with_step(autocast=torch.bfloat16)
+    return subject.with_step(**step)
 
 
 def pure_bf16(subject: Subject) -> Subject:
@@ -195,6 +229,14 @@ def optimizer(name: str, **options: Any) -> Change:
         return subject.with_step(optimizer=with_options(optimizer_class(name), **options))
 
     return change
+
+
+def eight_bit_optimizer(subject: Subject) -> Subject:
+    """Keep the moments of Adam or AdamW in eight bits."""
+    cls = _class_of(subject)
+    if not issubclass(cls, torch.optim.Adam):
+        raise NotApplicable(f"it is for the moments of Adam and AdamW, not for {cls.__name__}")
+    return subject.with_step(optimizer=EightBitAdamW)
 
 
 def optimizer_option(**options: Any) -> Change:

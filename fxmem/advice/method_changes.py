@@ -51,6 +51,16 @@ def half_resolution(subject: Subject) -> Subject:
     return subject.with_call(change)
 
 
+def early_downsampling(subject: Subject) -> Subject:
+    """Let the first convolution take strides of twice the length: all that follows is of half the width and height."""
+    changed = subject.with_model()
+    conv = next((m for m in changed.model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
+    if conv is None:
+        raise NotApplicable("it has no convolution")
+    conv.stride = tuple(2 * each for each in conv.stride)
+    return changed
+
+
 def frozen_norms(subject: Subject) -> Subject:
     """Let BatchNorm use its running statistics, and learn nothing."""
     changed = subject.with_model()

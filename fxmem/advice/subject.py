@@ -26,6 +26,15 @@ class Subject:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     step: TrainingStep = field(default_factory=TrainingStep)
+    device: torch.device | str | None = None
+    """Where the step is counted, if not where the model is."""
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the step is one on CUDA."""
+        return str(self.device or "").startswith("cuda") or any(
+            tensor.is_cuda for tensor in (*self.model.parameters(), *self.tensors)
+        )
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -117,3 +126,9 @@ def cut(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Return the first ``size`` entries along ``dim``, on memory of their own."""
     part = tensor.detach().narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
     return part.requires_grad_(tensor.requires_grad)
+
+
+def sized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return ``size`` entries along ``dim``, on memory of their own: the first, and all again where they are too few."""
+    times = -(-size // tensor.shape[dim])
+    return cut(torch.cat([tensor.detach()] * times, dim).requires_grad_(tensor.requires_grad), dim, size)

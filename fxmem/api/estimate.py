@@ -98,12 +98,13 @@ class Estimate(PlainData):
         """Return what reference cycles hold of a step that is over, until Python's garbage collector finds them."""
         return self._question.cyclic_bytes()
 
-    def report(self, budget: float | str | None = None) -> Report:
+    def report(self, budget: float | str | None = None, *, most_pieces: int | None = None) -> Report:
         """Return the report of the plan that :func:`fxmem.optimize` would make for ``budget`` on the estimate's device.
+        ``most_pieces``: with ``allow=("microbatch",)``, no more are tried, for each takes time.
 
         Errors: ``BudgetError``, ``InfeasibleBudgetError``, ``CaptureError``, ``ProfileError``.
         """
-        return self._question.report(None if budget is None else parse_bytes(budget))
+        return self._question.report(None if budget is None else parse_bytes(budget), most_pieces)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate, ready for ``json.dumps``; ``floor_bytes`` is None where it was not asked for."""

@@ -8,13 +8,10 @@ for the worst of them, under which all others run (NOTE [One plan, many sizes] i
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from tabulate import tabulate
 
@@ -26,7 +23,7 @@ from fxmem.errors import InputError, unit_of
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.passes.context import Settings
 from fxmem.runtime.autocast import Autocast
-from fxmem.runtime.recompute import set_random_states, stash_random_states
+from fxmem.runtime.recompute import generators_kept
 
 MOST_KEPT = 64
 """Batches whose integers are kept while planning, for each kind of call: a model may look at values."""
@@ -105,7 +102,7 @@ def _prepare(
     calls: dict[Any, list[Inputs]] = {}
     shapes: dict[Any, list[Shapes]] = {}
     region = region_of_step(model, settings.step)
-    with _generators_kept():
+    with generators_kept():
         for inputs in _calls(model, batches, example_args, example_kwargs, arguments):
             kind = plans.kind_of(inputs, region)
             shapes.setdefault(kind, []).append(shapes_of(inputs))
@@ -247,16 +244,3 @@ def _without_floats(inputs: Inputs, device: torch.device) -> Inputs:
             else:
                 leaves[i] = leaf.to(device)
     return Inputs(tuple(leaves), inputs.spec)
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Put the default generators back: reading a dataloader draws from them."""
-    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_initialized() else [])]
-    states, own, numpys = stash_random_states(devices), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        set_random_states(states)
-        random.setstate(own)
-        np.random.set_state(numpys)

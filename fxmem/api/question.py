@@ -121,8 +121,9 @@ class Question:
             profile = self.context.profile_of(self._captured()).profile
         return simulate(profile, keep_all(profile)).peak_bytes
 
-    def report(self, budget_bytes: int | None) -> Report:
-        """Return what is planned for a budget. Errors: ``InfeasibleBudgetError``."""
+    def report(self, budget_bytes: int | None, most_pieces: int | None = None) -> Report:
+        """Return what is planned for a budget; a batch that may run in pieces is cut into at most ``most_pieces``. Errors:
+        ``InfeasibleBudgetError``."""
         context = self.context.with_settings(budget_bytes=budget_bytes)
         with (
             told(f"planning {type(context.model).__name__}", CAPTURE_SECONDS + context.settings.plan_seconds),
@@ -133,7 +134,7 @@ class Question:
             except InfeasibleBudgetError as error:
                 if "microbatch" not in context.settings.allow:
                     raise
-                return compile_in_pieces(context, error).report
+                return compile_in_pieces(context, error, most_pieces).report
 
     def cuda_with(self, expandable: bool, emptied: bool) -> AllocatorPeaks:
         """Return what the caching allocator makes of the step with these settings. Errors: ``InputError``."""

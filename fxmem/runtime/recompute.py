@@ -19,13 +19,15 @@ NOTE [Same bits on a re-run]
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -350,3 +352,16 @@ def set_random_states(states: RandomStates) -> None:
             generator = torch.cuda.default_generators[index]
             generator.manual_seed(state[0])
             generator.set_offset(state[1])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the default generators back: reading a dataloader draws from them."""
+    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_initialized() else [])]
+    states, own, numpys = stash_random_states(devices), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        set_random_states(states)
+        random.setstate(own)
+        np.random.set_state(numpys)

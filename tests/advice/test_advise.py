@@ -12,7 +12,10 @@ from torch import Tensor, nn
 import fxmem
 from benchmarks.advice import Stepper, applied
 from benchmarks.libraries import import_library
+from fxmem.advice.evaluate import Evaluator, row_of
 from fxmem.advice.habits import HABITS, Disruption
+from fxmem.advice.lengths import habits_of, lengths_of
+from fxmem.advice.low_bit import EightBitAdamW
 from fxmem.advice.subject import Subject
 from fxmem.profiling.training_step import TrainingStep
 
@@ -73,21 +76,126 @@ def advice_on(subject: Subject, **options: Any) -> fxmem.Advice:
 
 
 PLANNING: dict[str, Any] = {"planner": "chen", "cost": "cpu"}  # whose plans do not depend on the time it has
-APPLICABLE_TO_NEITHER = {"attention", "cache", "chunked_head", "set_to_none", "offload"}
+FOR_CUDA = {"offload", "planned_offload", "expandable_segments", "empty_cache"}
+APPLICABLE_TO_NEITHER = {"attention", "cache", "chunked_head", "set_to_none", "microbatch", *FOR_CUDA}
+OF_PLAIN_LAYERS = {"adamw_8bit", "autocast_bf16", "autocast_fp16", "chunk", "optimizer_in_backward", "plan", "skips"}
+
+
+def plain() -> Subject:
+    """Layers that are added to their input."""
+    layers = [nn.Sequential(Added(nn.Linear(96, 192), nn.GELU(), nn.Linear(192, 96)), nn.ReLU()) for _ in range(2)]
+    return Subject(nn.Sequential(*layers).train(), (torch.randn(64, 96),), {}, TrainingStep(loss_fn=mean_square))
+
+
+class Added(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def told_is_measured(subject: Subject) -> set[str]:
+    """Return the habits that can be had, each as told."""
+    advice, had = advice_on(subject), set()
+    assert Stepper(subject.with_model()).peak_bytes() == advice.peak_bytes
+    for habit in (habit for habit in HABITS if advice[habit.name].peak_bytes is not None):
+        had.add(habit.name)
+        assert Stepper(applied(habit, subject, **PLANNING)).peak_bytes() == advice[habit.name].peak_bytes, habit.name
+    return had
 
 
 @pytest.mark.slow
 def test_what_is_told_of_each_habit_is_what_the_changed_model_takes() -> None:
-    had = set()
-    for subject in (images(), tokens()):
-        advice = advice_on(subject)
-        assert Stepper(subject.with_model()).peak_bytes() == advice.peak_bytes
-        for habit in HABITS:
-            told = advice[habit.name].peak_bytes
-            if told is not None:
-                had.add(habit.name)
-                assert Stepper(applied(habit, subject, **PLANNING)).peak_bytes() == told, habit.name
+    assert told_is_measured(plain()) >= OF_PLAIN_LAYERS
+
+
+@pytest.mark.exhaustive
+def test_all_habits_of_a_cpu_are_what_is_told_on_images_or_tokens() -> None:
+    had = told_is_measured(images()) | told_is_measured(tokens())
     assert had == {habit.name for habit in HABITS} - APPLICABLE_TO_NEITHER
+
+
+@pytest.mark.slow
+def test_habits_of_a_gpu_are_told_without_one() -> None:
+    subject = plain()
+    advice = fxmem.advise(subject.model, subject.args, step=subject.step, device="cuda:a100-80gb", **PLANNING)
+    assert all(advice[name].peak_bytes is not None for name in FOR_CUDA)
+    assert (advice["adamw_8bit"].saved_bytes or 0) > 0
+    assert advice["expandable_segments"].saved_bytes == 0
+    assert "of reserved bytes" in advice["expandable_segments"].note
+    found = fxmem.estimate(
+        subject.model, subject.args, step=subject.step, device="cuda:a100-80gb", budget_of="reserved"
+    )
+    assert found.cuda_with(expandable_segments=True).reserved_bytes <= found.bound_bytes
+    assert found.cuda_with(empty_cache=True).allocated_bytes == found.cuda.allocated_bytes
+
+
+@pytest.mark.slow
+def test_a_batch_runs_in_as_many_micro_batches_as_a_budget_needs() -> None:
+    layers = (nn.Sequential(nn.Linear(32, 32), nn.Sigmoid()) for _ in range(3))
+    subject = Subject(nn.Sequential(*layers).train(), (torch.randn(256, 32),), {}, TrainingStep(loss_fn=mean_square))
+    base = fxmem.estimate(subject.model, subject.args, step=subject.step)
+    budget = int(0.85 * base.peak_bytes)
+    (habit,) = (habit for habit in HABITS if habit.name == "microbatch")
+    told = row_of(habit, Evaluator(subject.as_ghost(), PLANNING, budget), base, budget)
+    assert told.fits
+    assert Stepper(applied(habit, subject, budget, **PLANNING)).peak_bytes() == told.peak_bytes
+    less = row_of(habit, Evaluator(subject.as_ghost(), PLANNING, 1000), base, 1000)
+    assert less.peak_bytes is not None
+    assert not less.fits
+
+
+def test_evaluation_is_told_with_and_without_gradients() -> None:
+    for subject in (plain(), images()):
+        found = fxmem.estimate(subject.model, subject.args, step=subject.step)
+        stepper = Stepper(subject.with_model())
+        stepper.step()
+        told = [found.evaluation_peak_bytes(no_grad=way) for way in (False, True)]
+        assert told == [stepper.evaluation_bytes(no_grad=way) for way in (False, True)]
+        assert told[0] > told[1]
+        assert all(module.training for module in subject.model.modules())
+
+
+class Cyclic(nn.Linear):
+    """Its forward leaves a tensor in a list that holds itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        held: list[Any] = [x * 2]
+        held.append(held)
+        return super().forward(x)
+
+
+def test_what_cycles_hold_after_a_step_is_told() -> None:
+    x = torch.randn(8, 64)
+    for model, nbytes in ((Cyclic(64, 64), x.nbytes), (nn.Linear(64, 64), 0)):
+        found = fxmem.estimate(model.train(), x)
+        stepper = Stepper(Subject(model, (x,), {}, TrainingStep()))
+        stepper.step()
+        assert found.cyclic_bytes() == stepper.cyclic_bytes() == nbytes
+
+
+def test_lengths_of_the_data_have_rows() -> None:
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16)).train()
+    subject = Subject(model, (torch.zeros(8, 20, dtype=torch.int64),), {}, TrainingStep(loss_fn=mean_square))
+    lengths = [4] * 10 + [12] * 9 + [40]
+    rows = habits_of(lengths_of(lengths))
+    assert [row.change(subject).args[0].shape for row in rows] == [(8, 12), (8, 12), (8, 40), (2, 40)]
+    mask = torch.ones(2, 30, dtype=torch.int64)
+    mask[0, 7:] = 0
+    assert lengths_of([{"attention_mask": mask}, torch.zeros(3, 9, dtype=torch.int64)]) == [7, 9, 9, 9, 30]
+    with pytest.raises(fxmem.InputError, match="without a batch of sequences of integers"):
+        lengths_of([torch.zeros(2, 3)])
+
+
+def test_moments_in_eight_bits_take_a_byte_each_and_follow_adamw() -> None:
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(100, 100), nn.Linear(100, 100)
+    theirs.load_state_dict(ours.state_dict())
+    eight, plain_one = EightBitAdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters())
+    for model, optimizer in ((ours, eight), (theirs, plain_one)):
+        model(torch.ones(4, 100)).square().sum().backward()
+        optimizer.step()
+    assert torch.allclose(ours.weight, theirs.weight, atol=1e-3)
+    held = sum(t.nbytes for state in eight.state.values() for name in ("first", "second") for t in state[name])
+    assert held == 2 * (100 * 100 + 4 * 40) + 2 * 4 * 100
 
 
 @pytest.mark.slow
@@ -140,6 +248,9 @@ def test_rows_say_what_they_bring_or_why_not() -> None:
     fitting = [row for row in advice.rows if row.fits]
     assert [ranks[row.disruption] for row in fitting] == sorted(ranks[row.disruption] for row in fitting)
     assert advice.to_dict()["rows"][0]["peak_bytes"] == advice.rows[0].peak_bytes
+    assert "fits as it is" in advice["plan"].note
+    assert "no tensor of the step is in a cycle" in advice["collect"].note
+    assert advice["no_grad"].note.count("evaluation of such a batch peaks at") == 1
     assert "| habit" in advice.to_markdown()
     with pytest.raises(fxmem.InputError, match="no habit is called 'magic'; known are"):
         advice["magic"]
