@@ -247,10 +247,14 @@ def _has_places(graph_module: fx.GraphModule) -> bool:
 
 
 def _check_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    signature = inspect.signature(model.forward)
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise InputError(f"{type(model).__name__}.forward does not take these arguments: {error}") from error
+        takes = ", ".join(signature.parameters)
+        raise InputError(
+            f"{type(model).__name__}.forward does not take these arguments: {error}; it takes {takes or 'none'}"
+        ) from error
 
 
 def _check_scalars(model: torch.nn.Module, captured: CaptureGraph) -> None:

@@ -88,10 +88,20 @@ def _built(what: str, factory: Callable[..., Any], arguments: Arguments) -> torc
     try:
         module = factory(**arguments)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{what} cannot be made with these arguments: {first_lines(error)}") from error
+        takes = f"; it takes {', '.join(names)}" if (names := _parameters_of(factory)) else ""
+        raise InputError(f"{what} cannot be made with these arguments: {first_lines(error)}{takes}") from error
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"{what} makes a {type(module).__name__}, not a torch.nn.Module")
     return module
+
+
+def _parameters_of(factory: Callable[..., Any]) -> list[str]:
+    """Return the names of a factory's own parameters, as far as they can be told."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
 
 def unknown(what: str, name: str, known: Sequence[str]) -> InputError:

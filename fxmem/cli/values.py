@@ -6,6 +6,7 @@ Errors: ``InputError``, in one sentence with what is known.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,9 @@ def optimizer_named(text: str) -> OptimizerLike:
     if not colon:
         return name
     given = settings_named(rest.split(","))
+    known = [key for key in inspect.signature(cls).parameters if key != "params"]
+    if wrong := next((key for key in given if key not in known), None):
+        raise InputError(f"{cls.__name__} has no option {wrong!r}; known are {', '.join(known)}")
 
     def __init__(self: Any, params: Any, **others: Any) -> None:
         cls.__init__(self, params, **{**others, **given})
