@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
+from fxmem.api.beside_the_step import cyclic_bytes, evaluation_peak_bytes
 from fxmem.api.frontier import Frontier, frontier_from
 from fxmem.capture.dynamic_batch import batch_dims, resized
 from fxmem.capture.export import capture, check_call, fitting
@@ -24,7 +25,6 @@ from fxmem.passes.context import CompileContext
 from fxmem.pipeline import compile_model, floor_bytes, frontier_of, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
-from fxmem.profiling.beside_the_step import cyclic_bytes, evaluation_peak_bytes
 from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents
 from fxmem.profiling.optimizer_on_meta import usual_step
 from fxmem.profiling.optimizer_step import RecordedStep
