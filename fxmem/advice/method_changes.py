@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from fxmem.advice.changes import blocks_of
 from fxmem.advice.subject import NotApplicable, Subject, cut
+from fxmem.errors import first_lines
 
 RANK = 8
 """Of the low-rank updates."""
@@ -34,9 +36,14 @@ def half_length(subject: Subject) -> Subject:
     return subject.with_call(lambda t: cut(t, 1, length // 2) if t.dim() > 1 and t.shape[1] == length else t)
 
 
+def images_of(subject: Subject) -> list[torch.Tensor]:
+    """Return the batches of images among the arguments."""
+    return [t for t in subject.tensors if t.dim() == 4 and t.is_floating_point()]
+
+
 def half_resolution(subject: Subject) -> Subject:
     """Train on images of half the width and height."""
-    images = [t for t in subject.tensors if t.dim() == 4 and t.is_floating_point()]
+    images = images_of(subject)
     if not images:
         raise NotApplicable("no argument is a batch of images")
     sizes = {tuple(t.shape[-2:]) for t in images}
@@ -120,7 +127,7 @@ def lora(subject: Subject) -> Subject:
 
 
 def global_pooling(subject: Subject) -> Subject:
-    """Pool to one pixel before the first linear layer, where the model pools to more: the layer gets narrower."""
+    """Pool to one pixel before the first linear layer that takes more of them: the layer gets narrower."""
     changed = subject.with_model()
     modules = list(changed.model.modules())
     for place, pool in enumerate(modules):
@@ -132,8 +139,56 @@ def global_pooling(subject: Subject) -> Subject:
             for name, child in parent.named_children():
                 if type(child) is nn.Linear and child.in_features % pixels == 0:
                     pool.output_size = (1, 1)
-                    like = {"dtype": child.weight.dtype, "device": child.weight.device}
-                    narrow = nn.Linear(child.in_features // pixels, child.out_features, child.bias is not None, **like)
-                    setattr(parent, name, narrow)
+                    setattr(parent, name, _narrower(child, child.in_features // pixels))
                     return changed
-    raise NotApplicable("no linear layer follows a pooling to more than one pixel")
+    name, channels = _fully_connected(subject)
+    linear = changed.model.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    changed.model.set_submodule(name, Pooled(channels, _narrower(linear, channels)))
+    return changed
+
+
+class Pooled(nn.Module):
+    """A linear layer on the mean over pixels of what was flattened."""
+
+    def __init__(self, channels: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self.channels, self.linear = channels, linear
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x.unflatten(-1, (self.channels, -1)).mean(-1))
+
+
+def _narrower(linear: nn.Linear, in_features: int) -> nn.Linear:
+    weight = linear.weight
+    return nn.Linear(
+        in_features, linear.out_features, linear.bias is not None, device=weight.device, dtype=weight.dtype
+    )
+
+
+def _fully_connected(subject: Subject) -> tuple[str, int]:
+    """Return the path of the first linear layer on flattened images, and their channels. Errors: ``NotApplicable``."""
+    if not images_of(subject):
+        raise NotApplicable("no argument is a batch of images")
+    ghost = subject.as_ghost().with_call(lambda tensor: tensor.detach().to("meta"))
+    images: list[torch.Size] = []
+    found: list[tuple[str, int]] = []
+
+    def note(module: nn.Module, args: Any, output: Any, name: str) -> None:
+        if isinstance(module, nn.Linear) and images and math.prod(images[-1][2:]) > 1:
+            found.extend([(name, images[-1][1])] * (module.in_features == math.prod(images[-1][1:])))
+        if isinstance(output, torch.Tensor) and output.dim() == 4:
+            images.append(output.shape)
+
+    for name, module in ghost.model.named_modules():
+        module.register_forward_hook(functools.partial(note, name=name))
+    try:
+        with torch.no_grad():
+            ghost.model(*ghost.args, **ghost.kwargs)
+    except Exception as error:
+        raise NotApplicable(
+            f"where images are flattened does not show on the meta device: {first_lines(error)}"
+        ) from error
+    if not found:
+        raise NotApplicable("no linear layer takes more than one pixel of images")
+    return found[0]

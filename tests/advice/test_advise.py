@@ -148,6 +148,18 @@ def test_a_batch_runs_in_as_many_micro_batches_as_a_budget_needs() -> None:
     assert "pass budget=" in rows_on(subject, {"microbatch"})["microbatch"].note
 
 
+def test_images_that_are_flattened_are_pooled_instead() -> None:
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 512), nn.Linear(512, 5)
+    subject = Subject(nn.Sequential(*layers).train(), (torch.randn(2, 3, 8, 8),), {}, TrainingStep(loss_fn=mean_square))
+    assert told_is_measured(subject, {"pooling"}) == {"pooling"}
+    saved = rows_on(subject, {"pooling"})["pooling"].saved_bytes
+    assert saved is not None
+    assert saved >= 3 * 4 * 512 * (4 * 64 - 4)  # weight and two moments
+    (habit,) = (habit for habit in HABITS if habit.name == "pooling")
+    assert habit.change(subject).model[3].linear.in_features == 4
+    assert rows_on(plain(), {"pooling"})["pooling"].note == "no argument is a batch of images"
+
+
 def test_evaluation_is_told_with_and_without_gradients() -> None:
     for subject in (plain(), images()):
         found = fxmem.estimate(subject.model, subject.args, step=subject.step)
