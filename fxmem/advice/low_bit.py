@@ -68,7 +68,8 @@ class _Moment:
     """One moment of a parameter: its codes, and a scale for each block of them; without scales, plain numbers."""
 
     def __init__(self, state: tuple[torch.Tensor, ...]) -> None:
-        self._codes, self._scales = state if len(state) == 2 else (state[0], None)
+        self._codes = state[0]
+        self._scales = state[1] if len(state) == 2 else None
 
     @staticmethod
     def state(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
