@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -46,8 +47,8 @@ class Row:
 
     model: str
     habit: str
-    told_bytes: int | None
-    measured_bytes: int | None
+    told_bytes: int | None = None
+    measured_bytes: int | None = None
     allocator_bytes: int | None = None
     """The same step seen by torch's profiler at the CPU's allocator, with what kernels take inside."""
     note: str = ""
@@ -172,7 +173,7 @@ def rows_of(name: str, times: bool) -> Iterator[Row]:
     for habit in (habit for habit in HABITS if habit.measured_as not in BESIDE):
         told = advice[habit.name]
         if told.peak_bytes is None:
-            yield Row(name, habit.name, None, None, note=told.note)
+            yield Row(name, habit.name, note=told.note)
             continue
         stepper = Stepper(applied(habit, subject, max(budget, told.peak_bytes)))
         measured, allocator = stepper.peak_bytes(), stepper.allocator_bytes()
@@ -196,11 +197,18 @@ def main() -> int:
     torch.set_num_threads(1)
     rows: list[Row] = []
     for name in arguments.names:
-        rows += rows_of(name, arguments.times)
+        for row in rows_of(name, arguments.times):
+            rows.append(row)
+            print(name, row.habit, row.told_bytes, row.measured_bytes, flush=True)
+        save_rows(PATH, [*_rows_of_others({row.model for row in rows}), *rows])
     print(table(rows))
-    if tuple(arguments.names) == NAMES:
-        save_rows(PATH, rows)
     return int(not all(row.exact for row in rows))
+
+
+def _rows_of_others(names: set[str]) -> list[Row]:
+    """Return the rows of the file that are of other models."""
+    rows = json.loads(PATH.read_text(encoding="utf-8"))["rows"] if PATH.exists() else []
+    return [Row(**row) for row in rows if row["model"] not in names]
 
 
 def table(rows: list[Row]) -> str:
