@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch._C import DisableTorchFunction, DispatchKey
+from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C._acc import DeviceGuard as PythonDeviceGuard
 from torch._C._acc import register_python_privateuseone_device_guard as register_device_guard
 from torch._C._autograd import DeviceType as device_types
@@ -31,6 +32,7 @@ from torch.utils._pytree import GetAttrKey, TreeSpec, register_pytree_node, tree
 __all__ = [
     "ALONE_IN_DISPATCH",
     "OF_FAKES",
+    "DisableTorchDispatch",
     "DisableTorchFunction",
     "DynamicOutputShapeException",
     "FakeTensor",

@@ -48,7 +48,7 @@ from fxmem.profiling.verify import EagerCall, FakeStep, eager_step
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.peak import Breakdown, Place, breakdown_at_peak, place_of_peak
 from fxmem.report.text import Report
-from fxmem.torch_patches import as_in_training
+from fxmem.torch_patches import as_in_training, without_dynamo
 
 
 @dataclass(slots=True)
@@ -72,7 +72,12 @@ class Question:
         """Stand in for parameters that have no bytes; real ones stay."""
         model = self.context.model
         stand_ins = self.gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        with as_in_training(), standing_in(self.gpu), self.world.state_of(model) if stand_ins else nullcontext():
+        with (
+            as_in_training(),
+            without_dynamo(),
+            standing_in(self.gpu),
+            self.world.state_of(model) if stand_ins else nullcontext(),
+        ):
             yield
 
     def first_answer(self) -> FakeStep:
