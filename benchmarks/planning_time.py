@@ -127,9 +127,7 @@ def gpt_120_layers() -> tuple[Any, dict[str, Any]]:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.norm1(x)
-            heads = [
-                part(y).view(*x.shape[:2], 4, -1).transpose(1, 2) for part in (self.query, self.key, self.value)
-            ]
+            heads = [part(y).view(*x.shape[:2], 4, -1).transpose(1, 2) for part in (self.query, self.key, self.value)]
             scores = heads[0] @ heads[1].transpose(-2, -1) / heads[0].shape[-1] ** 0.5
             mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
             weights = self.dropout(scores.masked_fill(~mask, float("-inf")).softmax(-1))

@@ -35,9 +35,10 @@ from fxmem.emitted import bound_bytes
 from fxmem.errors import FxMemError, InputError, ProfileError, first_lines, in_units, unit_of
 from fxmem.fake.fake_tensors import FakeWorld, gradients_untouched
 from fxmem.fake.stand_in import cuda_model, standing_in, stands_for
+from fxmem.frontiers import frontier_of
 from fxmem.ir import PlainData, Timeline
 from fxmem.passes.context import CompileContext
-from fxmem.pipeline import compile_model, floor_bytes, frontier_of, least_bytes_within, profile_for_short_memory
+from fxmem.pipeline import compile_model, floor_bytes, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks

@@ -44,7 +44,7 @@ class _Unknown(Exception):
 
 
 def run_or_recall(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what ``func(*args, **kwargs)`` returns in the fake mode that there is (NOTE [Which results are known again])."""
+    """Return what ``func(*args, **kwargs)`` returns in the present fake mode (NOTE [Which results are known again])."""
     kind = _kind_of(func)
     if kind is None or not args:
         return func(*args, **kwargs)
@@ -107,7 +107,7 @@ def _key_of(func: Any, kind: str, args: Sequence[Any], kwargs: dict[str, Any]) -
 def _note_all(values: Sequence[Any], parts: list[Any], modes: set[Any]) -> None:
     for value in values:
         kind = type(value)
-        if kind is FakeTensor or kind is torch.nn.Parameter and isinstance(value, FakeTensor):
+        if kind is FakeTensor:
             if value.layout is not torch.strided or value.constant is not None or value.is_neg() or value.is_conj():
                 raise _Unknown
             modes.add(value.fake_mode)

@@ -33,7 +33,7 @@ def without_dynamo() -> Iterator[None]:
     original = builtins.__import__
 
     def importing(name: str, scope: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if name == "torch._dynamo" and scope is vars(_compile) and name not in sys.modules:
+        if name == "torch._dynamo" and scope is vars(_compile) and sys.modules.get(name) is None:
             return answer
         return original(name, scope, *args, **kwargs)
 
