@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fxmem.torch_private import DisableTorchDispatch, DisableTorchFunction, FakeTensor, OpOverload, storage_key
+from fxmem.torch_private import DisableTorchDispatch, DisableTorchFunction, FakeTensor, OpOverload, schema_of, storage_key
 
 MOST_KNOWN = 100_000
 """Results that are kept; a large model's step has some thousands."""
@@ -70,7 +70,7 @@ def _kind_of(func: Any) -> str | None:
     """Return what kind of result the schema of ``func`` promises; None if it is none of these."""
     if not isinstance(func, OpOverload) or func.namespace != "aten" or _BY_VALUE & set(func.tags):
         return None
-    schema = func._schema
+    schema = schema_of(func)
     aliases = [argument.alias_info for argument in schema.arguments]
     results = [result.alias_info for result in schema.returns]
     if not results or any(str(result.type) not in ("Tensor", "Optional[Tensor]") for result in schema.returns):
