@@ -22,7 +22,14 @@ from typing import Any
 
 import torch
 
-from fxmem.torch_private import DisableTorchDispatch, DisableTorchFunction, FakeTensor, OpOverload, schema_of, storage_key
+from fxmem.torch_private import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    FakeTensor,
+    OpOverload,
+    schema_of,
+    storage_key,
+)
 
 MOST_KNOWN = 100_000
 """Results that are kept; a large model's step has some thousands."""
