@@ -28,7 +28,6 @@ def look(result: Any, args: Sequence[Any]) -> object:
         (result.shape, result.stride(), result.storage_offset(), result.untyped_storage().nbytes()),
         (result.dtype, result.device, result.layout, result.requires_grad, result.is_conj(), result.is_neg()),
         [i for i, given in enumerate(op_memo._tensors_in(args)) if storage_key(given) == place],
-        result._version,
         str(torch._C._dispatch_key_set(result)),
     )
 
@@ -136,6 +135,31 @@ def test_a_default_dtype_is_part_of_a_call(compared: Counter[str]) -> None:
     finally:
         torch.set_default_dtype(before)
     assert found == [torch.float32, torch.float64]
+
+
+def versions() -> list[object]:
+    """How often autograd takes tensors, their views and aliases for written."""
+    world, seen = FakeWorld(), []
+    parameter, x = world.fake(nn.Parameter(torch.randn(4, 4))), world.fake(torch.randn(4, 4))
+    with world.active():
+        y = parameter * 2 + 1
+        for alias in (y.detach(), y.data, y.view(16), x.detach(), x[1:]):
+            with torch.no_grad():
+                alias.add_(1)
+            seen.append((alias._version, y._version, x._version, alias._is_view()))
+        z = y.exp()
+        z.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+        with torch.inference_mode():
+            seen.append(x.detach().is_inference())
+    return seen
+
+
+def test_views_and_aliases_share_versions_as_they_do_in_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, again = versions(), versions()
+    monkeypatch.setattr(meta_fixups, "run_or_recall", lambda func, args, kwargs: func(*args, **kwargs))
+    assert first == again == versions()
 
 
 def test_a_view_lies_on_the_storage_of_its_own_tensor(compared: Counter[str]) -> None:

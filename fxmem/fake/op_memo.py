@@ -10,8 +10,9 @@ NOTE [Which results are known again]
    argument, *written* in place. The first result is looked at: where it is not of its kind, or sparse, conjugated, part of
    an autograd graph or a constant, the mode runs the op each time.
 2. What a result depends on is in the key: the op, all that is no tensor with its type, of each tensor where and how it
-   lies, its dtype and device, and the defaults that the mode itself looks at.
-3. Never known are ops whose results depend on values, that are not torch's own, or that have symbolic sizes.
+   lies, its dtype and device, and the default dtype.
+3. Never known are ops whose results depend on values, that are not torch's own, that have symbolic sizes, or that run in
+   inference mode.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Unknown(Exception):
 def run_or_recall(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what ``func(*args, **kwargs)`` returns in the present fake mode (NOTE [Which results are known again])."""
     kind = _kind_of(func)
-    if kind is None or not args:
+    if kind is None or not args or torch.is_inference_mode_enabled():
         return func(*args, **kwargs)
     with DisableTorchFunction():
         key = _key_of(func, kind, args, kwargs)
@@ -96,7 +97,7 @@ def _key_of(func: Any, kind: str, args: Sequence[Any], kwargs: dict[str, Any]) -
     first = args[0]
     if type(first) not in (FakeTensor, list):
         return None
-    parts: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+    parts: list[Any] = [func, torch.get_default_dtype()]
     try:
         _note_all(args, parts, modes := set())
         for name, value in kwargs.items():
