@@ -18,9 +18,11 @@ from fxmem.user_frames import level_of_user
 class Searches:
     """What is compiled under quick plans for one model, while others are searched for."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, beside: Searches | None = None) -> None:
+        """``beside``: those for another step of the same model, one warning for both."""
         self._model_name = model_name
         self._quick: list[Compiled] = []
+        self._failures: list[str] = [] if beside is None else beside._failures
 
     def note(self, compiled: Compiled) -> None:
         """Wait for the better plan of ``compiled``, if one is searched for."""
@@ -50,6 +52,9 @@ class Searches:
         try:
             return quick.later.compiled()
         except (PlanningFailedError, FxMemError) as error:
+            self._failures.append(first_lines(error))
+            if len(self._failures) > 1:
+                return None
             warnings.warn(
                 f"no plan was found in the background for {self._model_name} ({first_lines(error)}); training goes on "
                 'under the quick plan, which keeps the budget. fxmem.optimize(..., plan="now") shows the error.',

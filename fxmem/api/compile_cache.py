@@ -71,6 +71,7 @@ class CompileCache:
         model's states with this one."""
         other = CompileCache(self._model, replace(self._settings, step=self.with_targets(step)))
         other._states = self._states
+        other._searches = Searches(type(self._model).__name__, self._searches)
         other._expected = self._expected
         other._families = {kind: family.without_plans() for kind, family in self._families.items()}
         return other

@@ -25,8 +25,12 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
 def optimized(model: nn.Module, batch: torch.Tensor, plan: str = "background") -> fxmem.FxMemModule:
-    return fxmem.optimize(model, batch, budget="75%", optimizer="sgd", cache=False, plan=plan)
+    return fxmem.optimize(model, batch, budget="75%", optimizer="sgd", loss_fn=loss_of, cache=False, plan=plan)
 
 
 @pytest.fixture
@@ -38,7 +42,7 @@ def losses(model: nn.Module, batch: torch.Tensor, steps: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found = []
     for _ in range(steps):
-        loss = model(batch).square().mean()
+        loss = loss_of(model(batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
