@@ -37,10 +37,9 @@ from benchmarks.published_models import (
 from benchmarks.results_file import RESULTS, machine
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
-from fxmem.frontiers import frontier_of
 from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.passes.context import CompileContext, Settings
-from fxmem.pipeline import profile_for_short_memory
+from fxmem.pipeline import frontier_of, profile_for_short_memory
 from fxmem.planners.bound import lower_bound
 from fxmem.planners.pareto import cheapest_within
 from fxmem.profiling.roofline import PRESETS
