@@ -25,9 +25,10 @@ from benchmarks.results_file import RESULTS, machine
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
 from fxmem.errors import InfeasibleBudgetError
+from fxmem.frontiers import frontier_of
 from fxmem.ir import FrontierPoint
 from fxmem.passes.context import CompileContext, Settings
-from fxmem.pipeline import frontier_of, profile_for_short_memory
+from fxmem.pipeline import profile_for_short_memory
 from fxmem.planners.bound import Relaxation
 from fxmem.planners.offload.choice import with_offloading
 from fxmem.planners.offload.link import LINKS, sent_bytes

@@ -22,8 +22,9 @@ from tabulate import tabulate
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.emitted import emit_within_budget
+from fxmem.frontiers import frontier_of
 from fxmem.passes.context import CompileContext, Settings
-from fxmem.pipeline import frontier_of, profile_for_short_memory
+from fxmem.pipeline import profile_for_short_memory
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import TrainingStep, run_step
 from fxmem.profiling.verify import eager_step

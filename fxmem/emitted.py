@@ -71,12 +71,12 @@ def emit_taken_over(
     like = earlier[0].profile
     profiled = with_times_like(profiled, like, counterparts(profiled.profile, like), context.hardware.seconds)
     points = taken_over(profiled.profile, earlier, settings.policy, settings.budget_bytes)
-    return profiled, _emit_cheapest(profiled, context, points)
+    return profiled, emit_cheapest(profiled, context, points)
 
 
 def emit_within_budget(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted:
     """Emit the cheapest point whose *verified* peak is within the budget. Errors: ``InfeasibleBudgetError``."""
-    emitted = _emit_cheapest(profiled, context, points)
+    emitted = emit_cheapest(profiled, context, points)
     if emitted is None:  # what comes on top of a planned peak differs from point to point: the least may fit still
         budget_bytes = context.settings.budget_bytes
         assert budget_bytes is not None
@@ -86,7 +86,7 @@ def emit_within_budget(profiled: Profiled, context: CompileContext, points: tupl
     return emitted
 
 
-def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
+def emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
     """Where what the budget bounds exceeds it though the planned peak did not, take a point that much lower."""
     budget_bytes = context.settings.budget_bytes
     if budget_bytes is not None and context.step.loop != ONCE:
@@ -112,7 +112,7 @@ def _emit_least(profiled: Profiled, context: CompileContext, points: Sequence[Fr
 def _emit_in_loop(
     profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint], budget_bytes: int
 ) -> Emitted | None:
-    """As :func:`_emit_cheapest`, where a step holds more than its plan's peak by bytes that fall with it: by bisection."""
+    """As :func:`emit_cheapest`, where a step holds more than its plan's peak by bytes that fall with it: by bisection."""
     within = sorted((p for p in points if p.peak_bytes <= budget_bytes), key=lambda point: point.peak_bytes)
     best: Emitted | None = None
     low, high = 0, len(within)

@@ -30,9 +30,10 @@ from fxmem.capture.advice import Part, capturable_parts, num_elements
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.emitted import Emitted, bound_bytes, emit_point
 from fxmem.errors import CaptureError, ChangedArgumentError, InfeasibleBudgetError
+from fxmem.frontiers import frontier_of
 from fxmem.ir import FrontierPoint, StaticBytes
 from fxmem.passes.context import CompileContext, Settings
-from fxmem.pipeline import Compiled, frontier_of, profile_for_short_memory
+from fxmem.pipeline import Compiled, profile_for_short_memory
 from fxmem.planners.simulate import drop_all, simulate
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.training_step import BARE

@@ -26,10 +26,10 @@ from fxmem.emitted import (
     emit_taken_over,
     emit_within_budget,
     is_on_cuda,
-    keeping_all,
     least_of,
     with_budget,
 )
+from fxmem.frontiers import begin_in_background, found, frontier_of
 from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Plan
 from fxmem.passes.chunk import Chunk
 from fxmem.passes.compress_saved import CompressSaved, notes_of
@@ -37,15 +37,10 @@ from fxmem.passes.context import CompileContext, Settings
 from fxmem.passes.contract import Pass, run_passes
 from fxmem.passes.inplace import Inplace
 from fxmem.passes.reorder import Reorder
-from fxmem.planners import frontier_cache
+from fxmem.planners.background import Planning
 from fxmem.planners.bound import lower_bound
-from fxmem.planners.offload.choice import with_offloading
-from fxmem.planners.offload.link import link_of
-from fxmem.planners.pareto import pareto
 from fxmem.planners.plan_check import check_plan
 from fxmem.planners.plan_transfer import Planned, carried_over, of_same_graph
-from fxmem.planners.policy import constrain, enforce
-from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import simulate
 from fxmem.profiling.op_benchmark import with_measured_times
 from fxmem.profiling.optimizer_step import RecordedStep
@@ -84,6 +79,8 @@ class Compiled:
     """What other runs of the step may rely on."""
     joint: JointSteps | None = None
     """What runs its steps as programs, if that is asked for."""
+    later: Later | None = None
+    """Under a quick plan: the search for the others, which goes on beside."""
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """Return the model's output for a call with these leaves, and its leaves."""
@@ -109,7 +106,7 @@ def compile_model(
     start, settings = time.perf_counter(), context.settings
     captured = captured or capture(context.model, context.inputs, context.autocast)
     stage("profiling")
-    graph = run_passes(captured, PASSES, context)
+    graph = passed = run_passes(captured, PASSES, context)
     profiled, planned = context.profile_of(graph), None
     eager = eager_step(context.model, captured, context.inputs, context.step, profiled.seen)
     context = with_budget(context, eager, profiled)
@@ -119,31 +116,58 @@ def compile_model(
         graph = short_of_memory(captured, graph, context)
         profiled = context.profile_of(graph)
         profiled, emitted = emit_taken_over(profiled, context, earlier)
+    planning: Planning | None = None
     if emitted is None:
         profiled = with_times(profiled, context)
+        if settings.background and (begun := begin_in_background(profiled, context)):
+            emitted, planning = begun
+    if emitted is None:
         planned = Planned(profiled.profile, frontier_of(profiled.profile, context))
         emitted = emit_within_budget(profiled, context, planned.points)
-    profile, point = profiled.profile, emitted.point
-    report = build_report(
-        profile,
-        point,
-        emitted.verification,
-        budget_bytes=settings.budget_bytes,
-        eager_peak_bytes=eager.peak_bytes,
-        least_bytes=floor_bytes(profiled, context, planned.points, emitted)
-        if planned
-        else UnplannedFloor.of(captured, graph, context),
-        peak_step=emitted.timeline.peak_step,
-        bound_seconds=_bound_seconds(profile, point, settings),
-        plan_seconds=time.perf_counter() - start,
-        notes=_notes(settings, profiled.captured, _stepped_in_backward(profiled, context, emitted)),
-        inplace=graph.inplace,
-        cuda=emitted.cuda,
-        modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
-        points=planned.points if planned else (),
-    )
-    joint = joint_steps(profiled.captured, emitted.graph_module, context.inputs)
-    return Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen, joint)
+    steps = Steps(context, captured, passed, graph, profiled, eager.peak_bytes, start)
+    compiled = steps.end(emitted, planned)
+    return compiled if planning is None else replace(compiled, later=Later.of(steps, planning))
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What was done to compile for one signature, before a plan is taken."""
+
+    context: CompileContext
+    captured: CaptureGraph
+    passed: CaptureGraph
+    """What :data:`PASSES` made of it."""
+    graph: CaptureGraph
+    """What is planned: the same, or where memory is short what all passes made."""
+    profiled: Profiled
+    eager_peak_bytes: int
+    start: float
+    """By the clock."""
+
+    def end(self, emitted: Emitted, planned: Planned | None) -> Compiled:
+        """Return what is compiled under the plan taken. ``planned``: the frontier that it is of."""
+        context, profiled, settings = self.context, self.profiled, self.context.settings
+        report = build_report(
+            profiled.profile,
+            emitted.point,
+            emitted.verification,
+            budget_bytes=settings.budget_bytes,
+            eager_peak_bytes=self.eager_peak_bytes,
+            least_bytes=floor_bytes(profiled, context, planned.points, emitted)
+            if planned
+            else UnplannedFloor.of(self.captured, self.passed, context),
+            peak_step=emitted.timeline.peak_step,
+            bound_seconds=_bound_seconds(profiled.profile, emitted.point, settings),
+            plan_seconds=time.perf_counter() - self.start,
+            notes=_notes(settings, profiled.captured, _stepped_in_backward(profiled, context, emitted)),
+            inplace=self.graph.inplace,
+            cuda=emitted.cuda,
+            modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
+            points=planned.points if planned else (),
+        )
+        joint = joint_steps(profiled.captured, emitted.graph_module, context.inputs)
+        plan = emitted.point.plan
+        return Compiled(emitted.graph_module, profiled.captured, plan, report, planned, profiled.seen, joint)
 
 
 def peak_of(compiled: Compiled, context: CompileContext) -> int:
@@ -178,33 +202,6 @@ def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
     settings = context.settings
     stage("measuring op times" if settings.measure else "planning")
     return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
-
-
-def frontier_of(profile: GraphProfile, context: CompileContext) -> tuple[FrontierPoint, ...]:
-    """Return the planner's points under the policy; keeping all it lets is always one of them."""
-    settings = context.settings
-    points = recomputing_frontier(profile, settings)
-    if "offload" in settings.allow:
-        stage(f"planning offloads among {len(profile.storages)} values")
-        constrained, recomputed = constrain(profile, settings.policy)
-        link = link_of(context.hardware.name)
-        points = with_offloading(constrained, points, link, never=recomputed, seconds=settings.plan_seconds)
-    return points
-
-
-def recomputing_frontier(profile: GraphProfile, settings: Settings) -> tuple[FrontierPoint, ...]:
-    """Return those of :func:`frontier_of` that keep values or recompute them."""
-    if "recompute" not in settings.allow:
-        return (keeping_all(profile),)
-    constrained, recomputed = constrain(profile, settings.policy)
-    name, seconds = settings.planner, settings.plan_seconds
-    points = frontier_cache.load(constrained, name, seconds) if settings.cache else None
-    if points is None:
-        stage(f"planning {len(profile.nodes)} ops")
-        points = PLANNERS[name](constrained, seconds=seconds)
-        if settings.cache:
-            frontier_cache.store(constrained, name, seconds, points)
-    return pareto(enforce(constrained, pareto((keeping_all(profile), *points)), recomputed))
 
 
 def _bound_seconds(profile: GraphProfile, point: FrontierPoint, settings: Settings) -> float:
@@ -262,6 +259,32 @@ class CallScope:
             for region in self.regions:
                 stack.enter_context(region.enter())
             yield
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A plan that is searched for in the background, to take the place of a quick one."""
+
+    steps: Steps
+    """Without the batch, which is not kept for this."""
+    planning: Planning
+    scope: CallScope
+
+    @staticmethod
+    def of(steps: Steps, planning: Planning) -> Later:
+        without = replace(steps, context=steps.context.without_values())
+        return Later(without, planning, CallScope.around(steps.profiled.devices))
+
+    def compiled(self) -> Compiled:
+        """Return what is compiled under the plan found, waiting for it if need be.
+
+        Errors: ``PlanningFailedError``, and those of :func:`compile_model`.
+        """
+        profiled, context = self.steps.profiled, self.steps.context
+        points = found(profiled.profile, context.settings, self.planning.points())
+        with self.scope.entered():
+            emitted = emit_within_budget(profiled, context, points)
+            return self.steps.end(emitted, Planned(profiled.profile, points))
 
 
 @dataclass(slots=True)

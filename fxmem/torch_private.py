@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch._C import DisableTorchFunction, DispatchKey
+from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C._acc import DeviceGuard as PythonDeviceGuard
 from torch._C._acc import register_python_privateuseone_device_guard as register_device_guard
 from torch._C._autograd import DeviceType as device_types
@@ -31,6 +32,7 @@ from torch.utils._pytree import GetAttrKey, TreeSpec, register_pytree_node, tree
 __all__ = [
     "ALONE_IN_DISPATCH",
     "OF_FAKES",
+    "DisableTorchDispatch",
     "DisableTorchFunction",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -61,6 +63,7 @@ __all__ = [
     "is_traceable_wrapper",
     "is_view",
     "keeps_graph",
+    "leaves_of",
     "register_device_guard",
     "register_pytree_node",
     "saved_tensor_hooks_allowed",
@@ -106,6 +109,34 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that no other living storage has: its address. The address of its data would not do, as all fakes
     have the same, nor the id of its Python object, which comes and goes while the storage lives."""
     return cast(int, tensor.untyped_storage()._cdata)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of ``tree`` as :func:`tree_leaves` does, quickly where it is made of tuples, lists and dicts."""
+    leaves: list[Any] = []
+    _append_leaves(tree, leaves)
+    return leaves
+
+
+def _append_leaves(tree: Any, leaves: list[Any]) -> None:
+    kind = type(tree)
+    if kind is tuple or kind is list or kind is dict:
+        if not tree:
+            return
+        for part in tree.values() if kind is dict else tree:
+            if type(part) in _LEAVES:
+                leaves.append(part)
+            else:
+                _append_leaves(part, leaves)
+    elif kind in _LEAVES:
+        leaves.append(tree)
+    else:
+        leaves += tree_leaves(tree)
+
+
+_LEAVES = frozenset(
+    {torch.Tensor, torch.nn.Parameter, FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device}
+)
 
 
 def is_view(tensor: torch.Tensor) -> bool:

@@ -231,6 +231,11 @@ def check_optimizable(model: Any) -> None:
         )
 
 
+def is_in_background(plan: str) -> bool:
+    """Return whether ``plan=`` says so. Errors: ``InputError`` for another word."""
+    return _known("plan", plan, ("now", "background")) == "background"
+
+
 def check_methods(model: torch.nn.Module, methods: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the methods to plan. Errors: ``InputError`` if one is no method of ``model``."""
     kind = type(model)

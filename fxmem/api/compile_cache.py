@@ -14,7 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
+from fxmem.api.background import Searches
 from fxmem.api.size_families import Family, LazyReport, SizedPlan, taken_over
 from fxmem.capture.advice import Part
 from fxmem.capture.dynamic_batch import Shapes, largest_batch, resized, shapes_of
@@ -60,6 +62,7 @@ class CompileCache:
         self._alone: set[tuple[Any, ...]] = set()
         """Signatures that no plan of a larger size serves."""
         self._constants: set[Any] = set()
+        self._searches = Searches(type(model).__name__)
         self._of_parts: dict[str, CompileCache] = {}
         """By path, where the model cannot be captured whole."""
 
@@ -68,6 +71,7 @@ class CompileCache:
         model's states with this one."""
         other = CompileCache(self._model, replace(self._settings, step=self.with_targets(step)))
         other._states = self._states
+        other._searches = Searches(type(self._model).__name__, self._searches)
         other._expected = self._expected
         other._families = {kind: family.without_plans() for kind, family in self._families.items()}
         return other
@@ -183,7 +187,7 @@ class CompileCache:
         """Plan for fakes of the model and ``inputs`` where fakes lie now, for its floor too: what is found serves no call,
         and the fakes do not stay."""
         most = CAPTURE_SECONDS + self._settings.plan_seconds
-        settings = replace(self._settings, measure=False)
+        settings = replace(self._settings, measure=False, background=False)
         with (
             told(f"planning a training step of {type(self._model).__name__}", most),
             as_in_training(),
@@ -191,6 +195,21 @@ class CompileCache:
         ):
             compiled = compile_model(CompileContext(self._model, inputs, settings, autocast))
             return compiled.plan, replace(compiled.report, _least_bytes=compiled.report.floor_bytes)
+
+    def end_searches(self, *, wait: bool = False) -> list[fx.GraphModule]:
+        """Let plans found in the background take the places of quick ones; return the graphs that these ran.
+
+        ``wait``: until all are found.
+        """
+        pairs = self._searches.found(self._families.values(), self._compiled.values(), wait=wait)
+        for quick, found in pairs:
+            if self.runs(quick.graph_module):
+                self.latest = found
+        return [quick.graph_module for quick, _ in pairs]
+
+    def runs(self, graph_module: fx.GraphModule) -> bool:
+        """True if the call made last ran ``graph_module``."""
+        return self.latest is not None and self.latest.graph_module is graph_module
 
     def _forget_replaced(self) -> None:
         """Let go of what is compiled for parameters that the model has no longer: nothing else may hold them."""
@@ -276,7 +295,8 @@ class CompileCache:
         try:
             captured = family.graph_for(self._model, inputs, autocast)
         except CaptureError as refused:
-            context = CompileContext(self._model, inputs, self._settings, autocast)
+            settings = replace(self._settings, background=False)
+            context = CompileContext(self._model, inputs, settings, autocast)
             return compile_in_parts(context, refused, self._serve_part(autocast))
         larger = family.larger(inputs, captured) if self._settings.budget_share is None else None
         if larger is not None:
@@ -288,7 +308,8 @@ class CompileCache:
         except InfeasibleBudgetError as error:
             if "microbatch" not in self._settings.allow:
                 raise
-            return compile_in_pieces(CompileContext(self._model, inputs, self._settings, autocast), error)
+            settings = replace(self._settings, background=False)
+            return compile_in_pieces(CompileContext(self._model, inputs, settings, autocast), error)
 
     def _planned(self, family: Family, captured: CaptureGraph, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         context = CompileContext(self._model, inputs, self._settings, autocast)
@@ -310,6 +331,7 @@ class CompileCache:
             ) from None
         if compiled.planned is not None:
             family.planned.append(compiled.planned)
+        self._searches.note(compiled)
         family.plans.append(SizedPlan(compiled, shapes_of(inputs)))
         if len(family.plans) == MANY_SIZES:
             self._warn_of_sizes()

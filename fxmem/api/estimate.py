@@ -39,6 +39,7 @@ from fxmem.profiling.peak_watch import Alive
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.peak import Breakdown, Place, breakdown_at_peak, place_of_peak
 from fxmem.report.text import Report
+from fxmem.torch_patches import without_dynamo
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -184,9 +185,10 @@ def estimate(
     inputs = example_of(model, example_args, example_kwargs)
     where, gpu = _place_of_step(device, model)
     settings = without_measuring(settings_of(options), model, elsewhere=gpu is not None)
-    world = FakeWorld(inputs.leaves, where, moved=gpu is not None)
-    if gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
-        inputs = _on_fakes(inputs, world)
+    with without_dynamo():
+        world = FakeWorld(inputs.leaves, where, moved=gpu is not None)
+        if gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.tensors)):
+            inputs = _on_fakes(inputs, world)
     context = CompileContext(model, inputs, settings, region_of_step(model, settings.step, where.type))
     question = Question(context, world, where.type == "cuda", gpu)
     with told(f"estimating a training step of {type(model).__name__}", CAPTURE_SECONDS):

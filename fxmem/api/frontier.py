@@ -11,9 +11,10 @@ import torch
 from fxmem.api.arguments import Options, check_model, example_of, region_of_step, settings_of, with_options
 from fxmem.capture.export import capture
 from fxmem.errors import in_units
+from fxmem.frontiers import frontier_of
 from fxmem.ir import FrontierPoint, GraphProfile, PlainData
 from fxmem.passes.context import CompileContext
-from fxmem.pipeline import frontier_of, profile_for_short_memory
+from fxmem.pipeline import profile_for_short_memory
 from fxmem.planners.bound import with_bounds
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.plots import plot_frontier

@@ -84,6 +84,16 @@ class LoopPlans:
         """As :meth:`CompileCache.plan_elsewhere`."""
         return self.asked.plan_elsewhere(inputs, autocast)
 
+    def end_searches(self, *, wait: bool = False) -> None:
+        """As :meth:`CompileCache.end_searches`, for each step. What took over the quick plan of another step looks for one
+        again."""
+        for cache in tuple(self._caches.values()):
+            exchanged = cache.end_searches(wait=wait)
+            others = [(step, other) for step, other in self._caches.items() if other is not cache]
+            for step, other in others:
+                if any(map(other.runs, exchanged)):
+                    del self._caches[step]
+
     # -- training calls --------------------------------------------------------------------------------------------------
 
     def run(self, inputs: Inputs, autocast: Autocast | None) -> Any:
@@ -117,6 +127,7 @@ class LoopPlans:
         held_bytes = self._watch.look()
         if self._watch.is_new_step:
             self._look_at_loss()
+            self.end_searches()
         try:
             return self._for_loop(held_bytes, inputs, autocast)
         except OtherSizeError as error:

@@ -13,7 +13,15 @@ from typing import Any, Unpack, cast
 
 import torch
 
-from fxmem.api.arguments import Options, check_example, check_methods, check_optimizable, settings_of, with_options
+from fxmem.api.arguments import (
+    Options,
+    check_example,
+    check_methods,
+    check_optimizable,
+    is_in_background,
+    settings_of,
+    with_options,
+)
 from fxmem.api.budget import parse_budget
 from fxmem.api.compiled import check_backend, compiled_module
 from fxmem.api.planned_class import FxMemModule, optimize_in_place, optimized, restored
@@ -38,6 +46,7 @@ def optimize(
     plan_for: str | None = None,
     methods: Sequence[str] = ("forward",),
     shapes: Any = None,
+    plan: str = "now",
     backend: str = "eager",
     **options: Unpack[Options],
 ) -> FxMemModule:
@@ -59,9 +68,12 @@ def optimize(
       is planned as a step of its own, ``module.fxmem.methods["encode"]``.
     - ``shapes``: batches, or lengths of the example, to plan for now: all their sizes run under one plan, as
       :func:`fxmem.prepare` says.
+    - ``plan``: ``"background"`` searches for plans in a process of its own; the first steps run under a quick plan that
+      keeps the budget, and the better one takes its place at the first step after it is found. No bit depends on it. What
+      no quick plan fits, and offloads, are planned at once, as with ``"now"``; ``module.fxmem.finish_planning()`` waits.
     - ``backend``: ``"inductor"`` compiles the model with torch.compile's Inductor under the same budget, and returns a
       :class:`fxmem.CompiledModule`. Its bits are not eager's but those of the same compiler with nothing recomputed. It
-      takes no ``plan_for``, ``methods`` and ``shapes``.
+      takes no ``plan_for``, ``methods``, ``shapes`` and ``plan``.
 
     Under autocast the peak counts casts of weights until the region ends; if yours ends before the step does, the peak is
     an upper bound.
@@ -70,11 +82,12 @@ def optimize(
     ``InfeasibleBudgetError`` when no plan fits, ``CaptureError`` when no graph does what the model does.
     """
     if check_backend(backend) == "inductor":
-        if plan_for is not None or shapes is not None or tuple(methods) != ("forward",):
-            raise InputError('plan_for=, methods= and shapes= are not for backend="inductor"; leave them out')
+        if plan_for is not None or shapes is not None or tuple(methods) != ("forward",) or plan != "now":
+            raise InputError('plan_for=, methods=, shapes= and plan= are not for backend="inductor"; leave them out')
         example = (example_args, example_kwargs)
         return cast(FxMemModule, compiled_module(model, example, (budget_gb, budget, budget_mb), options))
     settings = _settings(model, (example_args, example_kwargs), (budget_gb, budget, budget_mb), plan_for, options)
+    settings = replace(settings, background=is_in_background(plan))
     module = optimized(model, settings, check_methods(model, methods))
     try:
         return _planned(module, example_args, example_kwargs, plan_for, shapes)
@@ -95,6 +108,7 @@ def optimize_(
     plan_for: str | None = None,
     methods: Sequence[str] = ("forward",),
     shapes: Any = None,
+    plan: str = "now",
     **options: Unpack[Options],
 ) -> FxMemModule:
     """Make ``model`` itself a module that trains inside a memory budget; return it. All else as :func:`fxmem.optimize`.
@@ -103,6 +117,7 @@ def optimize_(
     it as it was.
     """
     settings = _settings(model, (example_args, example_kwargs), (budget_gb, budget, budget_mb), plan_for, options)
+    settings = replace(settings, background=is_in_background(plan))
     module = optimize_in_place(model, settings, check_methods(model, methods))
     try:
         return _planned(module, example_args, example_kwargs, plan_for, shapes)

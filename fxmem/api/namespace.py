@@ -114,6 +114,15 @@ class Namespace:
             self._elsewhere = self.plans.plan_elsewhere(moved, region)
         return self._elsewhere[1]
 
+    def finish_planning(self) -> None:
+        """Wait for plans that are searched for in the background (``plan="background"``): calls to come run under them.
+
+        Where the search failed, a warning says so, and the quick plan stays.
+        """
+        self.plans.end_searches(wait=True)
+        for method in self.methods.values():
+            method.finish_planning()
+
     def compiled_for(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for the signature of ``inputs``, compiling it on first sight."""
         compiled = self.plans.find(inputs, autocast)

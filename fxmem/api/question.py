@@ -20,9 +20,10 @@ from fxmem.emitted import bound_bytes
 from fxmem.errors import FxMemError, InfeasibleBudgetError, InputError, ProfileError, first_lines
 from fxmem.fake.fake_tensors import FakeWorld, gradients_untouched
 from fxmem.fake.stand_in import standing_in
+from fxmem.frontiers import frontier_of
 from fxmem.microbatch import compile_in_pieces
 from fxmem.passes.context import CompileContext
-from fxmem.pipeline import compile_model, floor_bytes, frontier_of, least_bytes_within, profile_for_short_memory
+from fxmem.pipeline import compile_model, floor_bytes, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents
@@ -31,7 +32,7 @@ from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.verify import EagerCall, FakeStep, eager_step
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.text import Report
-from fxmem.torch_patches import as_in_training
+from fxmem.torch_patches import as_in_training, without_dynamo
 
 
 @dataclass(slots=True)
@@ -57,7 +58,12 @@ class Question:
         """Stand in for parameters that have no bytes; real ones stay."""
         model = self.context.model
         stand_ins = self.gpu is not None or any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        with as_in_training(), standing_in(self.gpu), self.world.state_of(model) if stand_ins else nullcontext():
+        with (
+            as_in_training(),
+            without_dynamo(),
+            standing_in(self.gpu),
+            self.world.state_of(model) if stand_ins else nullcontext(),
+        ):
             yield
 
     def first_answer(self) -> FakeStep:

@@ -146,6 +146,10 @@ class Family:
             return captured
         return None
 
+    def exchange(self, old: Compiled, new: Compiled) -> None:
+        """Put what is compiled anew in the place of ``old``."""
+        self.plans = [replace(plan, compiled=new) if plan.compiled is old else plan for plan in self.plans]
+
     def outlives(self, keep: Callable[[CaptureGraph], bool]) -> bool:
         """Forget what ``keep`` is not true of; tell if anything is left of what was there."""
         was_empty = not self.graphs
@@ -200,4 +204,4 @@ class LazyReport:
 def taken_over(context: CompileContext, compiled: Compiled, origin: str) -> Compiled:
     """Return ``compiled`` as it serves the call and step of ``context``. ``origin``: what it was planned for."""
     joint = joint_steps(compiled.captured, compiled.graph_module, context.inputs)
-    return replace(compiled, _report=LazyReport(context, compiled, origin), planned=None, joint=joint)
+    return replace(compiled, _report=LazyReport(context, compiled, origin), planned=None, joint=joint, later=None)

@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxmem.capture.backend_flags_noted import NOTED, noted_in_nodes
 from fxmem.capture.dynamic_shapes import dynamic_shapes_of, extras_named, signature_of, tied_dims
@@ -362,6 +361,8 @@ def _drops_layers(model: torch.nn.Module) -> bool:
 
 def _cause(error: Exception, model: torch.nn.Module) -> str:
     """Return why torch.export failed, and what to do."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # with sympy, which takes a second
+
     remedy = "move that part out of the model or optimize the parts around it."
     if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in chain_of(error)):
         if _drops_layers(model):

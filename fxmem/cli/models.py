@@ -24,6 +24,7 @@ import torch
 
 from fxmem.cli.assumptions import Assumed
 from fxmem.errors import InputError, first_lines
+from fxmem.torch_patches import without_dynamo
 
 Arguments = dict[str, Any]
 NAMED = 6
@@ -52,7 +53,7 @@ def load_model(spec: str, arguments: Arguments, on_meta: bool = True) -> LoadedM
             "hf:MODEL_TYPE or hf:path/to/config.json"
         )
     loaded = {"torchvision": _torchvision, "timm": _timm, "hf": _hugging_face}.get(source)
-    with torch.device("meta" if on_meta else "cpu"):
+    with without_dynamo(), torch.device("meta" if on_meta else "cpu"):
         found = loaded(name, arguments) if loaded is not None else _own(source, name, arguments)
     return LoadedModel(found.module.train(), spec, found.inputs, found.assumed, found.has_loss)
 

@@ -26,9 +26,9 @@ from fxmem.compiled.refusals import check_inputs, check_one_graph, check_setting
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.surroundings import Surroundings, surroundings_of
 from fxmem.errors import FxMemError, InfeasibleBudgetError
+from fxmem.frontiers import recomputing_frontier
 from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.passes.context import Settings
-from fxmem.pipeline import recomputing_frontier
 from fxmem.profiling.roofline import Hardware, hardware_for
 from fxmem.progress import stage
 

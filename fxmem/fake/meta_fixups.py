@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from fxmem.fake.op_memo import run_or_recall
 from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OnlyWrites, ReadsScalar
 from fxmem.op_facts.lookup import by_op
 from fxmem.torch_private import (
@@ -35,7 +36,14 @@ class MetaFixups(TorchDispatchMode):
     may be.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled on fakes, and what keeps torch.compile away would be asked at each op."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if func in _READ_AS_ONE and isinstance(args[0], FakeTensor):
             return _one(args[0].dtype)
         if func in _ONLY_WRITES:
@@ -44,7 +52,7 @@ class MetaFixups(TorchDispatchMode):
         if sparse is not None and getattr(args[sparse.place], "layout", None) == torch.sparse_coo:
             kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
             return _REPLACEMENTS[sparse.replacement](*args[:2], **kwargs)
-        output = func(*args, **(kwargs or {}))
+        output = run_or_recall(func, args, kwargs or {})
         if func not in _RESULTS:
             return output
         device_type = next(a.device.type for a in args if isinstance(a, torch.Tensor))
@@ -52,6 +60,7 @@ class MetaFixups(TorchDispatchMode):
         return output if fact is None else _CORRECTIONS[fact.correction](output, args)
 
 
+_DEVICE = torch.ops.prim.device.default
 _READ_AS_ONE = {op for op, fact in by_op(ReadsScalar).items() if fact.what == "op" and fact.stand_in}
 _ONLY_WRITES = by_op(OnlyWrites)
 _SPARSE = by_op(FakeOfSparse)

@@ -26,7 +26,15 @@ from typing import Any
 import torch
 
 from fxmem.fake.generators import GeneratorStates, default_generators
-from fxmem.torch_private import OpOverload, TorchDispatchMode, schema_of, storage_key, tree_leaves, version_of
+from fxmem.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    leaves_of,
+    schema_of,
+    storage_key,
+    tree_leaves,
+    version_of,
+)
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 """Types of values that are compared as values."""
@@ -369,14 +377,14 @@ class OpLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        leaves = tree_leaves((args, kwargs or {}))
+        leaves = leaves_of((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if func.namespace == "prim" or func.is_view or not (schema_of(func).returns or schema_of(func).is_mutable):
             return output
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         if seeded or any(_storage_key(t) in self._depends for t in tensors):
             self.ops.append((str(func), tuple(repr(leaf) for leaf in leaves if type(leaf) in PLAIN)))
-            made = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+            made = [t for t in leaves_of(output) if isinstance(t, torch.Tensor)]
             written = tensors[:1] if schema_of(func).is_mutable else []
             self._depends.update(_storage_key(t) for t in (*made, *written))
             self._alive += made

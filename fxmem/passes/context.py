@@ -50,6 +50,8 @@ class Settings:
     """The budget as a share of eager's peak, which sets ``budget_bytes`` for each kind of call."""
     allow: frozenset[str] = frozenset(DEFAULT)
     """Keys of :data:`fxmem.passes.choices.CHOICES`."""
+    background: bool = False
+    """Whether plans are searched for beside the training, whose first steps run under a quick one."""
 
     def seen_with(self, leaves: Sequence[Any]) -> Settings:
         """Return the settings with targets that are an example for these inputs, if it is not known yet for which."""

@@ -67,6 +67,8 @@ class _Splicer:
     def __init__(self, tables: Tables, front: Front) -> None:
         self.tables, self.front, self.num_trials = tables, front, 0
         self.bases = Bases(tables)
+        self._made = sorted((p, s) for s, p in enumerate(tables.position) if p != NO_RECIPE)
+        """Position and number of each storage that a recipe makes."""
 
     def run(self, cheap: Limits, dear: Limits) -> None:
         """Exchange stretches of ``dear`` for those of ``cheap`` while the peak stays below that of ``dear``."""
@@ -75,10 +77,10 @@ class _Splicer:
         for level in range(1, NUM_LEVELS + 1):
             for piece in range(1 << level):
                 start, end = (num_positions * (piece + k) >> level for k in (0, 1))
-                trial = tuple(
-                    c if p != NO_RECIPE and start <= p < end else d
-                    for p, c, d in zip(self.tables.position, cheap, dear, strict=True)
-                )
+                spliced = list(dear)
+                for _, s in self._made[bisect_left(self._made, (start,)) : bisect_left(self._made, (end,))]:
+                    spliced[s] = cheap[s]
+                trial = tuple(spliced)
                 if trial != dear and self._judged(trial, most_bytes, self.bases.of(dear)):
                     self.bases.lend(trial, self.bases.of(dear))
                     dear = trial

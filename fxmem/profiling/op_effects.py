@@ -11,7 +11,7 @@ from fxmem.op_facts.kinds import NeverRecompute, UpdatesOnly, WritesUnsaid
 from fxmem.op_facts.lookup import by_namespace, by_op
 from fxmem.profiling.roofline import flops_of
 from fxmem.profiling.storage_tracker import has_storage
-from fxmem.torch_private import schema_of, storage_key, tree_leaves
+from fxmem.torch_private import leaves_of, schema_of, storage_key
 
 UPDATES = by_op(UpdatesOnly)
 """Ops that update running statistics, and do not read them where these are computed from the batch: without them the op
@@ -31,8 +31,8 @@ def why_not_again(func: Any, args: Any, kwargs: Any) -> str:
 
 def work_of(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
     """Return (FLOPs, bytes moved) of one dispatched op; views do neither."""
-    results = [t for t in tree_leaves(output) if has_storage(t)]
-    operands = [t for t in tree_leaves((args, kwargs)) if has_storage(t)]
+    results = [t for t in leaves_of(output) if has_storage(t)]
+    operands = [t for t in leaves_of((args, kwargs)) if has_storage(t)]
     flops = flops_of(func, args, kwargs, output)
     if not schema_of(func).is_mutable and all(storage_key(r) in _keys(operands) for r in results):
         return flops, 0
@@ -48,7 +48,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     for place, argument in enumerate(schema_of(func).arguments):
         if argument.is_write or place in unsaid:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (t for t in tree_leaves(value) if has_storage(t))
+            yield from (t for t in leaves_of(value) if has_storage(t))
 
 
 def _keys(tensors: list[torch.Tensor]) -> set[int]:

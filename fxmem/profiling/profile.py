@@ -19,12 +19,13 @@ from fxmem.ir import GraphProfile, NodeProfile, Recipe, Storage
 from fxmem.op_facts.kinds import Elementwise
 from fxmem.op_facts.lookup import by_op
 from fxmem.profiling.op_effects import UPDATES
-from fxmem.profiling.optimizer_step import RecordedStep, clears_all
+from fxmem.profiling.optimizer_on_meta import usual_step
+from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.recompute_peaks import RecomputePeaks, rerun
 from fxmem.profiling.step_trace import trace_step
 from fxmem.profiling.ticks import managed_storages, ticks_of
 from fxmem.profiling.trace_records import NodeTrace, StepTrace
-from fxmem.profiling.training_step import BARE, TrainingStep, usual_gradients
+from fxmem.profiling.training_step import BARE, TrainingStep
 from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import callable_of
 from fxmem.runtime.recompute import NodeRecompute, Recompute
@@ -82,11 +83,10 @@ def profile(
 def _observed(
     captured: CaptureGraph, inputs: Inputs, step: TrainingStep, seen: RecordedStep | None
 ) -> tuple[StepTrace, FakeWorld]:
-    """Run the step. Where nothing was ``seen``, the usual gradients are supposed, which spares a micro-batch if they are
-    what the backward leaves; else the step is run again. Of gradients that stay from step to step nothing is supposed."""
+    """Run the step. Where nothing was ``seen``, the usual step is supposed, which spares a micro-batch and the optimizer's
+    runs if its gradients are what the backward leaves; else the step is run again."""
     world = FakeWorld(inputs.leaves)
-    if seen is None and not step.accumulate and clears_all(step, captured.parameters):
-        seen = RecordedStep(usual_gradients([world.fake(p) for p in captured.parameters]))
+    seen = seen or usual_step(step, captured.parameters)
     if seen is not None:
         left = None
         try:

@@ -29,7 +29,7 @@ from fxmem.profiling.trace_records import Event, NodeTrace, StepTrace
 from fxmem.profiling.training_step import Gradients, TrainingStep, gradients_of, loss_of, run_step
 from fxmem.runtime.layout import View
 from fxmem.runtime.scoped_ops import op_of
-from fxmem.torch_private import is_view, tree_flatten, tree_leaves, version_of
+from fxmem.torch_private import is_view, leaves_of, tree_flatten, version_of
 
 
 def trace_step(
@@ -127,7 +127,7 @@ class _Tracer:
             self.current.flops += flops
             self.current.moved_bytes += moved_bytes
             if torch.Tag.nondeterministic_seeded in func.tags:
-                drawn = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, torch.Tensor)]
+                drawn = [t for t in leaves_of((args, kwargs, output)) if isinstance(t, torch.Tensor)]
                 self.current.draws_on.update(t.device for t in drawn)
             self.current.effects = why_not_again(func, args, kwargs) or self.current.effects
         else:
@@ -292,7 +292,7 @@ class _Tracer:
             self.statics.setdefault(serial, node.name)
 
     def _storages(self, value: Any) -> Iterator[int]:
-        for leaf in tree_leaves(value):
+        for leaf in leaves_of(value):
             if isinstance(leaf, torch.Tensor):
                 yield self.tracker.serial(leaf)
 
@@ -351,7 +351,7 @@ class _Tracer:
 
     def _note_results(self, output: Any) -> None:
         assert self.current is not None
-        leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
+        leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 self.current.outputs.append((place, View.of(leaf, self.tracker.serial(leaf))))

@@ -21,7 +21,7 @@ from fxmem.profiling.device_memory import EVERYWHERE, DeviceMemory
 from fxmem.profiling.unwatched_writes import UnwatchedWrites
 from fxmem.runtime.host_memory import allocates_host_memory
 from fxmem.torch_patches import graphs_shown_to
-from fxmem.torch_private import TorchDispatchMode, current_backward_node, storage_key, tree_leaves
+from fxmem.torch_private import TorchDispatchMode, current_backward_node, leaves_of, storage_key, tree_leaves
 
 Listener = Callable[[str, int, int], None]
 """Called with ``("alloc" | "free", serial, nbytes)``; a serial names a storage for good, unlike its address."""
@@ -194,7 +194,7 @@ class StorageTracker(TorchDispatchMode):
         return output
 
     def _see(self, tree: Any, *, counted: bool) -> None:
-        for leaf in tree_leaves(tree):
+        for leaf in leaves_of(tree):
             for part in parts_of(leaf):
                 if storage_key(part) not in self._serials:
                     self._add(part, counted=counted)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fxmem.torch_private import (
     holders_of,
     sequence_of,
     storage_key,
+    without_modes,
 )
 
 _ADD = torch.ops.aten.add.Tensor
@@ -39,6 +41,7 @@ class UnwatchedWrites:
         """The node that has made its gradients: what runs until the next one adds them to those that were there."""
         self._product: int | None = None
         """The storage that the op before has made, if that may be the product of a linear layer."""
+        self._references = _references_of_inner_result()
 
     def show(self, roots: Sequence[Any]) -> None:
         """Watch the nodes of the graph that a backward from ``roots`` runs."""
@@ -73,9 +76,10 @@ class UnwatchedWrites:
         product, bias = args
         if not isinstance(bias, torch.Tensor) or bias.dim() != 1 or storage_key(product) != self._product:
             return False
-        return sys.getrefcount(product) - 1 <= _REFERENCES
+        return sys.getrefcount(product) - 1 <= self._references
 
 
+@cache
 def _references_of_inner_result() -> int:
     """How many references a mode sees to what one C++ call has made and hands on: no more where Python holds it too."""
     seen: list[int] = []
@@ -86,13 +90,10 @@ def _references_of_inner_result() -> int:
                 seen.append(sys.getrefcount(args[0]))
             return func(*args, **(kwargs or {}))
 
-    with Counting():  # type: ignore[no-untyped-call]
+    with without_modes(), Counting():  # type: ignore[no-untyped-call]
         rows = torch.empty(2, 3, 4, device="meta").transpose(0, 1)
         torch.nn.functional.linear(rows, torch.empty(5, 4, device="meta"), torch.empty(5, device="meta"))
     return seen[0]
-
-
-_REFERENCES = _references_of_inner_result()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

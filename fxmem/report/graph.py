@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
-
-import networkx
+from typing import TYPE_CHECKING, Any
 
 from fxmem.ir import KEEP, GraphProfile, Plan
 from fxmem.report.plots import _done, pyplot
+
+if TYPE_CHECKING:
+    import networkx
 
 KEPT_COLOUR, DROPPED_COLOUR, INPLACE_COLOUR, EMPTY_COLOUR = "#1d6fb8", "#f28e2b", "#2a9d6f", "#dfe3e8"
 MOST_GROUPS = 45

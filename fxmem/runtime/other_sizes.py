@@ -23,11 +23,11 @@ import torch
 
 from fxmem.errors import PlanMismatchError
 from fxmem.runtime.layout import View
-from fxmem.runtime.recompute import NodeRecompute, Recompute, leaves_of
+from fxmem.runtime.recompute import NodeRecompute, Recompute
 from fxmem.runtime.slots import Fresh
 from fxmem.runtime.tape import Tape
 from fxmem.runtime.tape_table import NodeTape, TapeTable
-from fxmem.torch_private import FakeTensor, storage_key
+from fxmem.torch_private import FakeTensor, leaves_of, storage_key
 
 MOST_SIZES = 256
 """Whose tables are kept; what comes back after so many others is noted anew."""

@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fxmem.errors import PlanMismatchError
 from fxmem.runtime.autocast import NOTHING, Autocast, casts_kept
 from fxmem.runtime.layout import View, Views, layout_error
-from fxmem.torch_private import TreeSpec, storage_key, tree_leaves, tree_map_only, tree_unflatten
+from fxmem.torch_private import TreeSpec, leaves_of, storage_key, tree_map_only, tree_unflatten
 
 RandomStates = tuple[tuple[torch.device, torch.Tensor | tuple[int, int] | None], ...]
 
@@ -277,30 +277,6 @@ class _NonLeaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a re-run has no backward")
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    """Return the leaves of ``tree`` as pytree does, quickly where it is made of tuples, lists and dicts."""
-    leaves: list[Any] = []
-    _append_leaves(tree, leaves)
-    return leaves
-
-
-def _append_leaves(tree: Any, leaves: list[Any]) -> None:
-    kind = type(tree)
-    if kind is tuple or kind is list or kind is dict:
-        if not tree:
-            return
-        for part in tree.values() if kind is dict else tree:
-            if type(part) in _LEAVES:
-                leaves.append(part)
-            else:
-                _append_leaves(part, leaves)
-    else:
-        leaves += tree_leaves(tree)
-
-
-_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 def stash_random_states(devices: Sequence[torch.device]) -> RandomStates:

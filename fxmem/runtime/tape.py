@@ -39,13 +39,13 @@ from fxmem.runtime.backend_flags import present, under
 from fxmem.runtime.host_memory import HostCopy
 from fxmem.runtime.layout import View, Views, layout_error, layout_message, memory_error
 from fxmem.runtime.out_of_memory import explainer
-from fxmem.runtime.recompute import SavedInRerun, leaves_of, replayed, stash_random_states, without_graph
+from fxmem.runtime.recompute import SavedInRerun, replayed, stash_random_states, without_graph
 from fxmem.runtime.recording import at_work
 from fxmem.runtime.retained import FOR_GOOD, Holding, RetainedGraph
 from fxmem.runtime.slots import Fresh, Handle, Held, Slot, unpack
 from fxmem.runtime.tape_table import NodeTape, TapeTable
 from fxmem.torch_patches import outside_of_batch
-from fxmem.torch_private import storage_key, version_of
+from fxmem.torch_private import leaves_of, storage_key, version_of
 
 
 class Tape:

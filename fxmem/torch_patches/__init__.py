@@ -24,6 +24,7 @@ from fxmem.torch_patches.calls import (
     function_applies_by,
     tensor_hooks_set_by,
 )
+from fxmem.torch_patches.dynamo import without_dynamo
 from fxmem.torch_patches.export import compiler_says_eager, nodes_shown_to, quiet, regions_left, tracing_answered_by
 from fxmem.torch_patches.fakes import ctc_losses, grouped_matmuls, no_value_checks
 from fxmem.torch_patches.optimizers import clipping_refused, fakes_for_each, steady_scaler
@@ -60,5 +61,6 @@ __all__ = [
     "tensor_hooks_set_by",
     "tracing_answered_by",
     "without_cached_parametrizations",
+    "without_dynamo",
     "without_hooks_on_saved_tensors",
 ]

@@ -55,6 +55,21 @@ def test_the_estimate_is_the_librarys_on_the_real_model(capsys: pytest.CaptureFi
     assert found["breakdown"] == expected.breakdown.to_dict()
 
 
+@pytest.mark.slow
+def test_an_estimate_imports_no_tracer_and_leaves_torch_as_it_was() -> None:
+    script = f"""
+import sys
+from fxmem.cli.main import main
+assert main({["estimate", *shlex.split(CALL), "-q"]}) == 0
+assert "torch._dynamo" not in sys.modules
+import torch
+assert torch._dynamo.is_compiling() is False  # imported now, where it is asked for
+add = torch.optim.Optimizer.add_param_group.__wrapped__
+assert not hasattr(add, "__dynamo_disable")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_exit_statuses_tell_whether_it_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(f"estimate {CALL} --budget 1GB -q", capsys)[0] == 0
     status, out, _ = run(f"estimate {CALL} --budget 1MB -q", capsys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -96,6 +97,16 @@ def without_hooks_on_saved_tensors(on: bool) -> object:
         inside = len(packed)
         x.exp()
     return inside, len(packed)
+
+
+@canary(patched="ran", plain="raises")
+def without_dynamo(on: bool) -> object:
+    """Whether a function that torch.compile is to leave alone runs where its tracer cannot be imported."""
+    function = torch._disable_dynamo(lambda: "ran")
+    with pytest.MonkeyPatch.context() as change:
+        change.setitem(sys.modules, "torch._dynamo", None)  # type: ignore[arg-type]
+        with patches.without_dynamo() if on else nullcontext():
+            return outcome(function)
 
 
 @canary(patched="ran", plain="raises")
