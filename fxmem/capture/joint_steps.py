@@ -54,7 +54,9 @@ def _refusal(captured: CaptureGraph, graph_module: fx.GraphModule) -> str:
         if not (isinstance(target, OpOverload) or target is operator.getitem or _is_own(target)):
             return f"it calls {getattr(target, '__name__', target)}, which is no operator"
     opener = getattr(graph_module, "fxmem_tape", None)
-    return "a frozen BatchNorm may be updated unseen" if opener is not None and opener.counters else ""
+    if opener is not None and opener.counters:
+        return "a frozen BatchNorm may be updated unseen"
+    return "it copies to host memory and back" if opener is not None and opener.table.fetched else ""
 
 
 def _is_own(target: object) -> bool:

@@ -7,11 +7,11 @@ nothing and written down (:mod:`fxmem.runtime.recording`); from then on steps ru
 
 NOTE [What stays on the tape]
 
-1. Calls that a program is not for: under autocast or saved-tensor hooks, with hooks that wait for a parameter's gradient
-   (a program gives all gradients at its end), with gradients that are there, to which a program would add at its end; with
-   inputs that lie otherwise in their storage.
+1. Calls that a program is not for: under autocast or saved-tensor hooks, in anomaly mode, with hooks that wait for a
+   parameter's gradient and may take memory that was planned for another moment, among several processes, which wait for
+   each gradient; with inputs that lie otherwise in their storage.
 2. Graphs whose calls the recorder cannot follow, that write to parameters or inputs, that return an input, or two outputs
-   on one storage; that use a parameter or input more than twice, whose gradient is summed while the backward runs.
+   on one storage; that read a buffer which they write, whose old value rule 3 would need.
 3. A backward that a program is not for (``create_graph``, gradients of other outputs than were recorded, or laid out
    otherwise, switches of kernels that were changed since) runs the forward again on the tape, from the random states that
    it began with and on copies of the buffers that it writes, and goes backward through that. It takes longer, and no
@@ -20,11 +20,11 @@ NOTE [What stays on the tape]
    so. A loop that differentiates gradients from its first step on never comes to programs.
 4. ``retain_graph`` needs no tape: what is saved stays, what is recomputed goes each time.
 
-NOTE [Sums]
+NOTE [Writing down]
 
-A parameter that is used twice gets two gradients. Should the same backward go through several calls of the model, autograd
-adds all of them one after the other, and a sum made beforehand has other bits. So a program takes such a parameter twice,
-and gives both.
+A step that is written down takes no more memory than the tape's, but for copies of buffers that the model writes: its
+gradients are looked at and let go of as they come. It is no part of the training, so where it fails, for whatever reason,
+steps stay on the tape.
 """
 
 from __future__ import annotations
@@ -39,14 +39,18 @@ from torch import fx
 from torch.func import functional_call
 
 from fxmem.runtime.layout import View
-from fxmem.runtime.program import Program, TooManySumsError, program_of
-from fxmem.runtime.program_call import ProgramCall, ProgramStep, gated, through
+from fxmem.runtime.program import Program, program_of
+from fxmem.runtime.program_call import GradientTaken, ProgramCall, backward_through, gated
 from fxmem.runtime.recompute import replayed, stash_random_states
 from fxmem.runtime.recording import Recorder, Recording, Ref, recording_with, written_by
-from fxmem.torch_private import current_backward, graph_nodes, has_saved_tensor_hooks, storage_key
+from fxmem.runtime.step_in_backward import num_processes
+from fxmem.torch_private import current_backward, graph_nodes, has_saved_tensor_hooks, storage_key, without_modes
 
 NUM_LOOKED_AT = 4
 """Parameters that are asked whether they have a gradient."""
+
+NUM_AT_A_TIME = 1 << 16
+"""Elements whose bits are looked at in one go."""
 
 Run = Callable[[Callable[..., Any], Sequence[Any]], Sequence[Any]]
 """Calls a graph with leaves, as calls of it are made; returns the leaves of its output."""
@@ -89,6 +93,10 @@ class JointSteps:
             self.refusal = self.refusal or "a buffer requires grad"
         self.looked_at = some_of(self.parameters)
         self.program: Program | None = None
+        """The one used last."""
+        self._recording: Recording | None = None
+        self._programs: dict[bool, Program] = {}
+        """By whether gradients are there before."""
         self._is_tried = all(device.type == "cpu" for device in self.devices)
         """Whether a program's bits are compared with the tape's: a kernel may ask whether autograd is on."""
         self.seen: dict[int, _Seen] = {}
@@ -101,25 +109,32 @@ class JointSteps:
         arguments = (*self.parameters, *[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if self._is_for_tape(arguments):
             return self._run(self.graph_module, leaves)
-        program = self.program
-        if program is None:
+        if self._recording is None:
             if not self.seen or len({tuple(sorted(seen)) for seen in self.seen.values()}) > 1:
                 return self._watched(leaves, arguments)
-            program = self.program = self._recorded(leaves, arguments)
-            if program is None:
-                return self._run(self.graph_module, leaves)
-        for argument, offset in zip(arguments, program.offsets, strict=True):
-            if argument.storage_offset() != offset:
-                return self._run(self.graph_module, leaves)
-        call = ProgramCall(self, leaves, arguments, program)
-        return call.gated(ProgramStep.apply(call, *arguments, *[arguments[i] for i in program.twice]))  # type: ignore[no-untyped-call]
+            self._recording = self._recorded(leaves, arguments)
+        program = self._program()
+        if program is None or any(a.storage_offset() != o for a, o in zip(arguments, program.offsets, strict=True)):
+            return self._run(self.graph_module, leaves)
+        return ProgramCall(self, leaves, arguments, program).run()
+
+    def _program(self) -> Program | None:
+        """Return the program for a call, as things are; None if there is none."""
+        if self._recording is None:
+            return None
+        at_once = any(parameter.grad is not None for parameter in self.looked_at)
+        if at_once not in self._programs:
+            self._programs[at_once] = program_of(self._recording, at_once=at_once)
+        self.program = self._programs[at_once]
+        return self.program
 
     def _is_for_tape(self, arguments: tuple[torch.Tensor, ...]) -> bool:
         return (
             any(torch.is_autocast_enabled(device.type) for device in self.devices)
             or has_saved_tensor_hooks()
+            or torch.is_anomaly_enabled()
             or any(map(_late_hooks_of, self.parameters))
-            or any(parameter.grad is not None for parameter in self.looked_at)
+            or num_processes() > 1
         )
 
     def _watched(self, leaves: Sequence[Any], arguments: tuple[torch.Tensor, ...]) -> Sequence[Any]:
@@ -135,10 +150,24 @@ class JointSteps:
         self.seen.setdefault(current_backward(), {})[place] = View.of(tangent, 0), tangent.device
         return tangent
 
-    def _recorded(self, leaves: Sequence[Any], arguments: tuple[torch.Tensor, ...]) -> Program | None:
-        """Return the program of a step like that which was seen; None if there can be none, and note why."""
+    def _recorded(self, leaves: Sequence[Any], arguments: tuple[torch.Tensor, ...]) -> Recording | None:
+        """Return what was written down of a step like that which was seen; None if none can be, and note why."""
         seen = next(iter(self.seen.values()))
         self.seen.clear()
+        states = replayed(stash_random_states(tuple(dict.fromkeys((torch.device("cpu"), *self.devices)))))
+        try:
+            with states:
+                recording, bits = self._written_down(leaves, arguments, seen)
+            if self._is_tried and not self.refusal and bits != self._bits_by(recording, arguments, states, seen):
+                self.refusal = "a program of it has other bits"
+        except Exception as error:  # NOTE [Writing down]
+            self.refusal = f"it could not be written down ({type(error).__name__}: {error})"
+        return None if self.refusal else recording
+
+    def _written_down(
+        self, leaves: Sequence[Any], arguments: tuple[torch.Tensor, ...], seen: _Seen
+    ) -> tuple[Recording, list[int | None]]:
+        """Return what was written down of a step, and the bits of what it made; note why if it is of no use."""
         recorder = Recorder()
         recording = recorder.recording
         recording.arguments = [recorder.root(argument) for argument in arguments]
@@ -148,65 +177,109 @@ class JointSteps:
         recording.written = frozenset(recording.views[v].storage for v in recording.constants)
         for constant in self.constants:
             recorder.constant(constant)
-        states = replayed(stash_random_states(tuple(dict.fromkeys((torch.device("cpu"), *self.devices)))))
-        with states:
-            with recording_with(recorder):
-                outputs, aliases = self.on_tape(leaves, self.graph_module, copies)
-            bits = bits_of(outputs) if self._is_tried else []
-            recording.outputs = [Ref(recorder.find(o)) if isinstance(o, torch.Tensor) else o for o in outputs]
-            recording.differentiable = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
-            uses = iter(_num_uses(outputs, aliases))
-            recording.num_uses = [next(uses) if argument.requires_grad else 0 for argument in arguments]
-            recorder.in_backward = True
-            given = _drawn(seen, len(outputs))
-            recording.tangents = [None if t is None else recorder.root(t) for t in given]
-            with torch.no_grad(), recorder:
-                found = iter(through(outputs, aliases, given))
-        gradients = [next(found) if argument.requires_grad else None for argument in arguments]
-        recording.gradients = [None if g is None else recorder.find(g) for g in gradients]
+        gradients, bits = _Gradients(recorder, is_tried=self._is_tried), list[int | None]()
+        with recording_with(recorder):
+            made, aliases = self.on_tape(leaves, gradients.stand_in, copies)
+        outputs = list(made)
+        del made
+        if self._is_tried:
+            bits = bits_of(outputs)
+        recording.outputs = [Ref(recorder.find(o)) if isinstance(o, torch.Tensor) else o for o in outputs]
+        recording.differentiable = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
+        uses = iter(_num_uses(outputs, aliases))
+        aliases.clear()
+        recording.num_uses = [next(uses) if argument.requires_grad else 0 for argument in arguments]
+        recorder.in_backward = True
+        given = _drawn(seen, len(outputs))
+        recording.tangents = [None if t is None else recorder.root(t) for t in given]
+        with torch.no_grad(), recorder:
+            backward_through(outputs, given)
+        found = iter(gradients.found)
+        recording.gradients = [next(found) if argument.requires_grad else None for argument in arguments]
         self.refusal = recorder.failure or _cannot_run(recording)
-        if self.refusal:
-            return None
-        try:
-            program = program_of(recording)
-        except TooManySumsError:
-            self.refusal = "it uses a parameter or input several times, whose gradient is a sum"
-            return None
-        if self._is_tried and [*bits, *bits_of(gradients)] != self._bits_by(program, arguments, states, seen):
-            self.refusal = "a program of it has other bits"
-            return None
-        return program
+        return recording, [*bits, *gradients.bits]
 
     def _bits_by(
-        self, program: Program, arguments: tuple[torch.Tensor, ...], states: replayed, seen: _Seen
+        self, recording: Recording, arguments: tuple[torch.Tensor, ...], states: replayed, seen: _Seen
     ) -> list[int | None]:
-        """Return the bits of a step by ``program``, on the gradients that were drawn for the one written down."""
+        """Return the bits of a step by a program, on the gradients that were drawn for the one written down."""
+        program = self._programs[True] = program_of(recording, at_once=True)
+        left = Counter(argument for part in program.parts for argument in part)
+        bits: dict[int, int | None] = {}
+        sums: dict[int, torch.Tensor] = {}
         before = {name: buffer.clone() for name, buffer in self.written.items()}
         with torch.no_grad(), states:
             outputs, saved = program.forward(*arguments)
-            bits = bits_of(outputs)
-            gradients: list[Any] = list(program.backward(saved, arguments, _drawn(seen, len(outputs))))
-            for place, second in zip(program.twice, gradients[len(arguments) :], strict=True):
-                gradients[place] = gradients[place] + second
+            bits_of_outputs, given = bits_of(outputs), _drawn(seen, len(outputs))
+            del outputs
+            found: list[torch.Tensor] = []
+            driver = program.backward(saved, arguments, given, found)
+            for part in program.parts:
+                next(driver, None)
+                for argument, gradient in zip(part, found, strict=True):
+                    left[argument] -= 1
+                    total = sums.pop(argument) + gradient if argument in sums else gradient
+                    if left[argument]:
+                        sums[argument] = total
+                    else:
+                        (bits[argument],) = bits_of([total])
+                    del total, gradient
+                found.clear()
             for name, buffer in self.written.items():
                 buffer.copy_(before[name])
-        return [*bits, *bits_of(gradients[: len(arguments)])]
+        with_grad = [i for i, argument in enumerate(arguments) if argument.requires_grad]
+        return [*bits_of_outputs, *[bits.get(i) for i in with_grad]]
 
     def on_tape(
-        self, leaves: Sequence[Any], graph_module: fx.GraphModule, buffers: dict[str, torch.Tensor]
+        self,
+        leaves: Sequence[Any],
+        stands_for: Callable[[torch.Tensor], torch.Tensor],
+        buffers: dict[str, torch.Tensor],
     ) -> tuple[Sequence[Any], list[torch.Tensor]]:
         """Run the graph on the tape; return its outputs and what stands for the arguments that require grad.
 
-        Aliases stand for them: hooks on the arguments would run twice.
+        Aliases of what ``stands_for`` makes of the arguments do: hooks on the arguments would run twice.
         """
-        aliases = {name: p.view_as(p) for name, p in zip(self.names, self.parameters, strict=True)}
-        inner = [x.view_as(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in leaves]
-        differentiable = [x for x in inner if isinstance(x, torch.Tensor) and x.requires_grad]
+        aliases = {}
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            alias = stands_for(parameter)
+            aliases[name] = alias.view_as(alias)
+        inner, differentiable = list(leaves), list(aliases.values())
+        for i, leaf in enumerate(inner):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                alias = stands_for(leaf)
+                inner[i] = alias.view_as(alias)
+                differentiable.append(inner[i])
 
         def call(*given: Any) -> Any:
-            return functional_call(graph_module, {**aliases, **buffers}, given)
+            return functional_call(self.graph_module, {**aliases, **buffers}, given)
 
-        return self._run(call, inner), [*aliases.values(), *differentiable]
+        return self._run(call, inner), differentiable
+
+
+class _Gradients:
+    """The gradients of a step that is written down, in the order of what stands for the arguments."""
+
+    def __init__(self, recorder: Recorder, *, is_tried: bool) -> None:
+        """``is_tried``: whether their bits are looked at."""
+        self.found: list[int | None] = []
+        self.bits: list[int | None] = []
+        self._recorder, self._is_tried = recorder, is_tried
+
+    def stand_in(self, argument: torch.Tensor) -> torch.Tensor:
+        """Return what stands for ``argument``."""
+        place = len(self.found)
+        self.found.append(None)
+        self.bits.append(None)
+
+        def put(gradient: torch.Tensor) -> None:
+            self.found[place] = self._recorder.find(gradient)
+            if self._is_tried:
+                with without_modes():
+                    (self.bits[place],) = bits_of([gradient])
+
+        leaf = argument.detach().requires_grad_()
+        return GradientTaken.apply(put, leaf)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _refusal_of(outputs: Sequence[Any], arguments: Sequence[torch.Tensor]) -> str:
@@ -272,6 +345,11 @@ def bits_of(values: Iterable[Any]) -> list[int | None]:
 
 
 def _bits(tensor: torch.Tensor) -> int:
+    """As :func:`bits_of`, a piece at a time: what sums and copies take beside the tensor stays small."""
+    if tensor.numel() > NUM_AT_A_TIME:
+        dim = max(range(tensor.dim()), key=tensor.size)
+        half = tensor.shape[dim] // 2
+        return _bits(tensor.narrow(dim, 0, half)) + _bits(tensor.narrow(dim, half, tensor.shape[dim] - half))
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     return int(tensor.contiguous().view(whole).sum(dtype=torch.int64))

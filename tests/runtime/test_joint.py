@@ -239,7 +239,7 @@ def test_the_gradients_of_a_weight_used_twice_are_summed_in_eagers_order(times: 
     eager, optimized, x = _pair(lambda: Tied(times), "gelu")
     for seed in range(3):
         _assert_same(_plain, eager, optimized, x, seed)
-    assert (_steps(optimized).program is not None) == (times == 2)
+    assert _steps(optimized).program is not None
     _assert_same(_two_forwards, eager, optimized, x, 4)
 
 
