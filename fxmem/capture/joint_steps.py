@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
-from fxmem.capture.graph import CaptureGraph, Inputs
+from fxmem.capture.graph import CaptureGraph, Inputs, attribute_of
 from fxmem.capture.written_state import written_by
 from fxmem.errors import InputError
 from fxmem.runtime import compressed_ops, frozen_batch_norm, inplace_ops
 from fxmem.runtime.joint import JointSteps
-from fxmem.torch_private import OpOverload
+from fxmem.torch_private import OpOverload, tree_leaves
 
 OWN = frozenset(module.__name__ for module in (compressed_ops, frozen_batch_norm, inplace_ops))
 RUNTIMES = ("tape", "graph")
@@ -41,22 +42,38 @@ def joint_steps(captured: CaptureGraph, graph_module: fx.GraphModule, inputs: In
 
     devices = dict.fromkeys(t.device for t in (*captured.parameters, *inputs.tensors))
     return JointSteps(
-        graph_module, run, written_by(captured, inputs.leaves), tuple(devices), _refusal(captured, graph_module)
+        graph_module,
+        run,
+        written_by(captured, inputs.leaves),
+        tuple(devices),
+        captured.autocast,
+        _refusal(captured, graph_module),
     )
 
 
 def _refusal(captured: CaptureGraph, graph_module: fx.GraphModule) -> str:
     """Say why steps of this graph stay on the tape; nothing if they need not."""
-    if captured.autocast is not None or captured.autocast_device is not None:
-        return "it is under autocast"
+    if captured.autocast_device is not None:
+        return "it has regions of autocast inside"
     targets = [node.target for node in captured.graph_module.graph.nodes if node.op == "call_function"]
     for target in targets:
         if not (isinstance(target, OpOverload) or target is operator.getitem or _is_own(target)):
             return f"it calls {getattr(target, '__name__', target)}, which is no operator"
+    if any(isinstance(value, torch.Generator) for value in _values(captured.graph_module)):
+        return "it draws from a generator of its own, which a step that is written down would draw from too"
     opener = getattr(graph_module, "fxmem_tape", None)
     if opener is not None and opener.counters:
         return "a frozen BatchNorm may be updated unseen"
     return "it copies to host memory and back" if opener is not None and opener.table.fetched else ""
+
+
+def _values(graph_module: fx.GraphModule) -> Iterator[object]:
+    """Yield what the calls of a graph are given that none of them has made."""
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            yield attribute_of(graph_module, str(node.target))
+        else:
+            yield from tree_leaves((node.args, node.kwargs))
 
 
 def _is_own(target: object) -> bool:

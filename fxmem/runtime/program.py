@@ -28,7 +28,7 @@ from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import bound
 from fxmem.runtime.recompute import replayed, stash_random_states
 from fxmem.runtime.recording import Instruction, Recording, Ref
-from fxmem.torch_private import OpOverload, tree_leaves
+from fxmem.torch_private import OpOverload, tree_leaves, without_modes
 
 aten = torch.ops.aten
 
@@ -76,7 +76,8 @@ class Program:
 def program_of(recording: Recording, *, at_once: bool) -> Program:
     """Return what runs ``recording`` again. ``at_once``: gradients that it gives go at once
     (:mod:`fxmem.runtime.gradient_parts`)."""
-    return _Writer(recording, at_once=at_once).program()
+    with without_modes():
+        return _Writer(recording, at_once=at_once).program()
 
 
 class _Writer:

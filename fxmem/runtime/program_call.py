@@ -25,12 +25,12 @@ from typing import Any, Protocol
 import torch
 
 from fxmem.errors import SavedTensorModifiedError
-from fxmem.runtime.autocast import autocast_as_in_forward
+from fxmem.runtime.autocast import NOTHING, Autocast, autocast_as_in_forward
 from fxmem.runtime.backend_flags import present, under
 from fxmem.runtime.program import Program
 from fxmem.runtime.recompute import replayed, stash_random_states
 from fxmem.torch_patches import in_batched_backward, outside_of_batch
-from fxmem.torch_private import current_backward, keeps_graph, version_of, without_modes
+from fxmem.torch_private import current_backward, keeps_graph, version_of, without_autocast, without_modes
 
 
 class Steps(Protocol):
@@ -38,6 +38,7 @@ class Steps(Protocol):
 
     refusal: str
     devices: tuple[torch.device, ...]
+    autocast: Autocast | None
     written: dict[str, torch.Tensor]
 
     def on_tape(
@@ -79,7 +80,8 @@ class ProgramCall:
     def forward(self) -> list[Any]:
         """Return the outputs, without gates."""
         program = self.program
-        outputs, self.saved = program.forward(*self.arguments)
+        with NOTHING if self.steps.autocast is None else without_autocast():
+            outputs, self.saved = program.forward(*self.arguments)
         self.watched = [outputs[place].detach() for place in program.shared]
         self.versions = self._versions()
         return outputs
@@ -170,7 +172,7 @@ class ProgramCall:
             stack.enter_context(outside_of_batch())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(under(self.switches))
-            stack.enter_context(autocast_as_in_forward(None, steps.devices))
+            stack.enter_context(autocast_as_in_forward(steps.autocast, steps.devices))
             if self.states is not None:
                 stack.enter_context(self.states)
             copies = {name: buffer.clone() for name, buffer in steps.written.items()}
