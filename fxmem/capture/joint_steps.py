@@ -1,6 +1,6 @@
 """Whether the steps of an emitted graph may run as programs (:mod:`fxmem.runtime.joint`).
 
-``FXMEM_RUNTIME=graph`` in the environment asks for programs, ``FXMEM_RUNTIME=tape``, the default, for the tape.
+They do where a program is right, unless ``FXMEM_RUNTIME=tape`` in the environment asks for the tape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxmem.runtime.joint import JointSteps
 from fxmem.torch_private import OpOverload, tree_leaves
 
 OWN = frozenset(module.__name__ for module in (compressed_ops, frozen_batch_norm, inplace_ops))
-RUNTIMES = ("tape", "graph")
+RUNTIMES = ("graph", "tape")
 
 
 def runtime_asked_for() -> str:
@@ -32,8 +32,15 @@ def runtime_asked_for() -> str:
     return name
 
 
-def joint_steps(captured: CaptureGraph, graph_module: fx.GraphModule, inputs: Inputs) -> JointSteps | None:
-    """Return what runs the steps of ``graph_module``, emitted from ``captured``, as programs; None if nobody asks."""
+def joint_steps(
+    captured: CaptureGraph,
+    graph_module: fx.GraphModule,
+    inputs: Inputs,
+    room_bytes: int | None = None,
+    num_watched: int = 1,
+) -> JointSteps | None:
+    """Return what runs the steps of ``graph_module``, emitted from ``captured``, as programs; None if the tape is asked
+    for. ``room_bytes``: what a planned step leaves of its budget. ``num_watched``: calls before one is written down."""
     if runtime_asked_for() == "tape":
         return None
 
@@ -47,7 +54,9 @@ def joint_steps(captured: CaptureGraph, graph_module: fx.GraphModule, inputs: In
         written_by(captured, inputs.leaves),
         tuple(devices),
         captured.autocast,
+        room_bytes,
         _refusal(captured, graph_module),
+        num_watched,
     )
 
 

@@ -74,12 +74,15 @@ class JointSteps:
         written: Sequence[torch.Tensor],
         devices: Sequence[torch.device],
         autocast: Autocast | None = None,
+        room_bytes: int | None = None,
         refusal: str = "",
+        num_watched: int = 1,
     ) -> None:
         """``written``: tensors that the graph writes. ``devices``: those it works on. ``autocast``: the region that its
-        calls are in. ``refusal``: why it stays on the tape."""
+        calls are in. ``room_bytes``: what a planned step leaves of its budget, None if there is no budget. ``refusal``: why
+        it stays on the tape. ``num_watched``: calls before one is written down, which takes the time of some steps."""
         self.graph_module, self.refusal, self.devices = graph_module, refusal, tuple(devices)
-        self.autocast, self._run = autocast, run
+        self.autocast, self._run, self._num_watched = autocast, run, num_watched
         self._regions = None if autocast is None else Regions(torch.device(autocast.device_type))
         self._in_region: tuple[tuple[int, int | None], Callable[[], bool]] | None = None
         """Under autocast: the region of the latest call, and whether its backward is over or cannot be."""
@@ -100,29 +103,39 @@ class JointSteps:
         self._recording: Recording | None = None
         self._programs: dict[bool, Program] = {}
         """By whether gradients are there before."""
+        self._room_bytes = None if room_bytes is None else room_bytes - sum(t.nbytes for t in self.written.values())
+        """For what is alive beside a step that is written down."""
         self._is_tried = all(device.type == "cpu" for device in self.devices)
         """Whether a program's bits are compared with the tape's: a kernel may ask whether autograd is on."""
+        self._places: list[int] = []
+        """By output, its place among those that are another tensor each."""
         self.seen: dict[int, Seen] = {}
         """By backward and output, how its gradient lay."""
 
-    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Return the output leaves of a call."""
+    def run(self, leaves: Sequence[Any], held_bytes: int = 0) -> Sequence[Any]:
+        """Return the output leaves of a call. ``held_bytes``: of earlier outputs that are alive."""
         if self.refusal:
             return self._run(self.graph_module, leaves)
         arguments = (*self.parameters, *[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if self._is_for_tape() or self._shares_region():
             return self._run(self.graph_module, leaves)
         if self._recording is None:
-            if not self.seen or len({tuple(sorted(seen)) for seen in self.seen.values()}) > 1:
+            if not self._may_be_written_down(held_bytes):
                 return self._watched(leaves, arguments)
             self._recording = self._recorded(leaves, arguments)
         program = self._program()
-        if program is None or any(a.storage_offset() != o for a, o in zip(arguments, program.offsets, strict=True)):
+        if program is None or not all(map(_lies_as, arguments, program.layouts)):
             return self._run(self.graph_module, leaves)
         call = ProgramCall(self, leaves, arguments, program)
         if self._regions is not None:
             self._in_region = self._regions.present(), _over(call)
-        return call.run()
+        return self._all(call.run())
+
+    def _may_be_written_down(self, held_bytes: int) -> bool:
+        """True if it is known what is to be written down, and there is room for it."""
+        if self._num_watched > 0 or len({tuple(sorted(seen)) for seen in self.seen.values()}) != 1:
+            return False
+        return self._room_bytes is None or held_bytes <= self._room_bytes
 
     def _program(self) -> Program | None:
         """Return the program for a call, as things are; None if there is none."""
@@ -164,11 +177,25 @@ class JointSteps:
     def _watched(self, leaves: Sequence[Any], arguments: tuple[torch.Tensor, ...]) -> Sequence[Any]:
         """Return the outputs of a call on the tape, whose backward shows which of them have a gradient."""
         outputs = self._run(self.graph_module, leaves)
-        self.refusal = _refusal_of(outputs, arguments)
+        once = self._once(outputs)
+        self._num_watched -= 1
+        self.refusal = _refusal_of(once, arguments)
         self.seen.clear()
         if self._regions is not None:
             self._in_region = self._regions.present(), lambda: bool(self.seen)
-        return outputs if self.refusal else gated(self._note, outputs)
+        return outputs if self.refusal else self._all(gated(self._note, once))
+
+    def _once(self, outputs: Sequence[Any]) -> list[Any]:
+        """Return ``outputs`` without tensors that are there before."""
+        known: dict[int, int] = {}
+        self._places = [
+            known.setdefault(id(o) if isinstance(o, torch.Tensor) else ~i, len(known)) for i, o in enumerate(outputs)
+        ]
+        return [outputs[self._places.index(place)] for place in range(len(known))]
+
+    def _all(self, once: Sequence[Any]) -> list[Any]:
+        """Return all outputs."""
+        return [once[place] for place in self._places]
 
     def _note(self, place: int, tangent: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
@@ -201,25 +228,19 @@ class JointSteps:
         stands_for: Callable[[torch.Tensor], torch.Tensor],
         buffers: dict[str, torch.Tensor],
     ) -> tuple[Sequence[Any], list[torch.Tensor]]:
-        """Run the graph on the tape; return its outputs and what stands for the arguments that require grad.
-
-        Aliases of what ``stands_for`` makes of the arguments do: hooks on the arguments would run twice.
-        """
-        aliases = {}
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            alias = stands_for(parameter)
-            aliases[name] = alias.view_as(alias)
+        """Run the graph on the tape; return its outputs, each once, and what stands for the arguments that require grad, as
+        hooks on these would run twice."""
+        aliases = {name: stands_for(parameter) for name, parameter in zip(self.names, self.parameters, strict=True)}
         inner, differentiable = list(leaves), list(aliases.values())
         for i, leaf in enumerate(inner):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                alias = stands_for(leaf)
-                inner[i] = alias.view_as(alias)
+                inner[i] = stands_for(leaf)
                 differentiable.append(inner[i])
 
         def call(*given: Any) -> Any:
             return functional_call(self.graph_module, {**aliases, **buffers}, given)
 
-        return self._run(call, inner), differentiable
+        return self._once(self._run(call, inner)), differentiable
 
 
 def _refusal_of(outputs: Sequence[Any], arguments: Sequence[torch.Tensor]) -> str:
@@ -232,6 +253,10 @@ def _refusal_of(outputs: Sequence[Any], arguments: Sequence[torch.Tensor]) -> st
     if not set(keys).isdisjoint(map(storage_key, arguments)):
         return "it returns what lies on an input"
     return "" if any(o.requires_grad for o in tensors) else "nothing that it returns requires grad"
+
+
+def _lies_as(tensor: torch.Tensor, layout: tuple[tuple[int, ...], int]) -> bool:
+    return tensor.stride() == layout[0] and tensor.storage_offset() == layout[1]
 
 
 def _over(call: ProgramCall) -> Callable[[], bool]:

@@ -54,8 +54,8 @@ class Program:
     source: str
     tangents: tuple[View | None, ...]
     """By output leaf: how its gradient lies, None where there is none."""
-    offsets: tuple[int, ...]
-    """By argument: its offset in its storage."""
+    layouts: tuple[tuple[tuple[int, ...], int], ...]
+    """By argument: its strides, and its offset in its storage."""
     checked: tuple[int, ...]
     """Arguments that the backward reads: they must be as the forward left them."""
     shared: tuple[int, ...]
@@ -114,7 +114,7 @@ class _Writer:
             self.scope["backward"],
             source,
             tuple(None if v is None else recording.views[v] for v in recording.tangents),
-            tuple(recording.views[v].offset for v in recording.arguments),
+            tuple((recording.views[v].stride, recording.views[v].offset) for v in recording.arguments),
             tuple(i for i, v in enumerate(recording.arguments) if recording.views[v].storage in on_storage),
             tuple(i for i, v in outputs if recording.views[v].storage in on_storage),
             tuple(i for i, _ in outputs if not recording.differentiable[i]),

@@ -27,6 +27,7 @@ import torch
 from fxmem.errors import SavedTensorModifiedError
 from fxmem.runtime.autocast import NOTHING, Autocast, autocast_as_in_forward
 from fxmem.runtime.backend_flags import present, under
+from fxmem.runtime.out_of_memory import explainer
 from fxmem.runtime.program import Program
 from fxmem.runtime.recompute import replayed, stash_random_states
 from fxmem.torch_patches import in_batched_backward, outside_of_batch
@@ -65,6 +66,7 @@ class ProgramCall:
         self.watched: list[torch.Tensor] = []
         """Outputs on whose memory saved values lie, without their graph."""
         self.versions: list[int] = []
+        self._explain = explainer()
         self._box: dict[tuple[int, int], torch.Tensor] = {}
         self._going: dict[int, tuple[Iterator[None], list[Any]]] = {}
         """By backward: what its parts drive, and where they find their gradients."""
@@ -104,7 +106,11 @@ class ProgramCall:
         if part == 0:
             self._going[number] = self._begun(number)
         driver, found = self._going.pop(number)
-        next(driver, None)
+        try:
+            next(driver, None)
+        except torch.OutOfMemoryError as error:
+            self._explain(error)
+            raise
         if part < len(self.program.parts) - 1:
             self._going[number] = driver, found
         gradients = tuple(found)
@@ -176,7 +182,7 @@ class ProgramCall:
             if self.states is not None:
                 stack.enter_context(self.states)
             copies = {name: buffer.clone() for name, buffer in steps.written.items()}
-            outputs, aliases = steps.on_tape(self.leaves, lambda argument: argument, copies)
+            outputs, aliases = steps.on_tape(self.leaves, lambda argument: argument.view_as(argument), copies)
         found = iter(through(outputs, aliases, tangents))
         return [next(found) if argument.requires_grad else None for argument in arguments]
 
@@ -241,22 +247,6 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         return None, None, ctx.box.pop(ctx.place)
-
-
-class GradientTaken(torch.autograd.Function):
-    """What stands for an argument; its gradient is put away and goes nowhere."""
-
-    @staticmethod
-    def forward(ctx: Any, put: Callable[[torch.Tensor], None], argument: torch.Tensor) -> torch.Tensor:
-        ctx.put = put
-        ctx.set_materialize_grads(False)
-        return argument.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        if gradient is not None:
-            ctx.put(gradient)
-        return None, None
 
 
 class ProgramPart(torch.autograd.Function):

@@ -17,14 +17,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from fxmem.op_facts.kinds import RecordedRole
 from fxmem.op_facts.lookup import with_role
 from fxmem.runtime import program_call
-from fxmem.runtime.autocast import autocast_as_in_forward
+from fxmem.runtime.autocast import autocast_as_in_forward, casts_kept
 from fxmem.runtime.layout import View
 from fxmem.runtime.program import Program
-from fxmem.runtime.program_call import GradientTaken, backward_through
+from fxmem.runtime.program_call import backward_through
 from fxmem.runtime.recording import Recorder, Recording, Ref, recording_with, written_by
 from fxmem.torch_private import graph_nodes, without_autocast, without_modes
 
@@ -56,7 +57,7 @@ def written_down(
     for constant in steps.constants:
         recorder.constant(constant)
     gradients, bits = _Gradients(recorder, is_tried=is_tried), list[int | None]()
-    with recording_with(recorder):
+    with recording_with(recorder), casts_kept(False):
         made, aliases = steps.on_tape(leaves, gradients.stand_in, copies)
     outputs = list(made)
     del made
@@ -136,16 +137,22 @@ class _Gradients:
                 (self.bits[place],) = bits_of([gradient])
 
         leaf = argument.detach().requires_grad_()
-        return GradientTaken.apply(put, leaf)  # type: ignore[no-untyped-call,no-any-return]
+        leaf.register_hook(put)
+        leaf.register_post_accumulate_grad_hook(_let_go)
+        return leaf
+
+
+def _let_go(leaf: torch.Tensor) -> None:
+    leaf.grad = None
 
 
 def _num_uses(outputs: Sequence[Any], aliases: Sequence[torch.Tensor]) -> list[int]:
-    """Return how many edges of the graph of ``outputs`` lead to each alias, which is no leaf."""
+    """Return how many edges of the graph of ``outputs`` lead to each alias."""
     tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
     edges: Counter[tuple[Any, int]] = Counter((o.grad_fn, o.output_nr) for o in tensors)
     for node in graph_nodes(tensors):
         edges.update(node.next_functions)
-    return [edges[alias.grad_fn, alias.output_nr] for alias in aliases]
+    return [edges[tuple(get_gradient_edge(alias))[:2]] for alias in aliases]
 
 
 def _cannot_run(recording: Recording) -> str:
