@@ -18,6 +18,7 @@ from fxmem.capture.written_state import written_by
 from fxmem.errors import InputError
 from fxmem.runtime import compressed_ops, frozen_batch_norm, inplace_ops
 from fxmem.runtime.joint import JointSteps
+from fxmem.runtime.scoped_ops import op_of, op_text, region_of
 from fxmem.torch_private import OpOverload, tree_leaves
 
 OWN = frozenset(module.__name__ for module in (compressed_ops, frozen_batch_norm, inplace_ops))
@@ -57,15 +58,17 @@ def joint_steps(
         room_bytes,
         _refusal(captured, graph_module),
         num_watched,
+        has_regions=captured.autocast_device is not None,
     )
 
 
 def _refusal(captured: CaptureGraph, graph_module: fx.GraphModule) -> str:
     """Say why steps of this graph stay on the tape; nothing if they need not."""
-    if captured.autocast_device is not None:
-        return "it has regions of autocast inside"
     targets = [node.target for node in captured.graph_module.graph.nodes if node.op == "call_function"]
-    for target in targets:
+    for scoped in targets:
+        target = op_of(scoped)
+        if region_of(scoped).switches is not None:
+            return f"it switches kernels for {op_text(scoped)}"
         if not (isinstance(target, OpOverload) or target is operator.getitem or _is_own(target)):
             return f"it calls {getattr(target, '__name__', target)}, which is no operator"
     if any(isinstance(value, torch.Generator) for value in _values(captured.graph_module)):

@@ -77,12 +77,16 @@ class JointSteps:
         room_bytes: int | None = None,
         refusal: str = "",
         num_watched: int = 1,
+        *,
+        has_regions: bool = False,
     ) -> None:
         """``written``: tensors that the graph writes. ``devices``: those it works on. ``autocast``: the region that its
         calls are in. ``room_bytes``: what a planned step leaves of its budget, None if there is no budget. ``refusal``: why
-        it stays on the tape. ``num_watched``: calls before one is written down, which takes the time of some steps."""
+        it stays on the tape. ``num_watched``: calls before one is written down, which takes the time of some steps.
+        ``has_regions``: of autocast, inside."""
         self.graph_module, self.refusal, self.devices = graph_module, refusal, tuple(devices)
         self.autocast, self._run, self._num_watched = autocast, run, num_watched
+        self.is_cast = autocast is not None or has_regions
         self._regions = None if autocast is None else Regions(torch.device(autocast.device_type))
         self._in_region: tuple[tuple[int, int | None], Callable[[], bool]] | None = None
         """Under autocast: the region of the latest call, and whether its backward is over or cannot be."""

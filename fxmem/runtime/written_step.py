@@ -41,6 +41,8 @@ class Steps(program_call.Steps, Protocol):
     """What is needed of the steps of a graph."""
 
     constants: tuple[torch.Tensor, ...]
+    is_cast: bool
+    """Some of its ops are under autocast."""
 
 
 def written_down(
@@ -76,7 +78,7 @@ def written_down(
     found = iter(gradients.found)
     recording.gradients = [next(found) if argument.requires_grad else None for argument in arguments]
     refusal = recorder.failure or _cannot_run(recording)
-    if steps.autocast is not None and _casts_twice(recording):
+    if steps.is_cast and _casts_twice(recording):
         refusal = refusal or "it casts a parameter twice"
     return recording, [*bits, *gradients.bits], refusal
 
