@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,14 @@ from fxmem.runtime.out_of_memory import explainer
 from fxmem.runtime.program import Program
 from fxmem.runtime.recompute import replayed, stash_random_states
 from fxmem.torch_patches import in_batched_backward, outside_of_batch
-from fxmem.torch_private import current_backward, keeps_graph, version_of, without_autocast, without_modes
+from fxmem.torch_private import (
+    at_end_of_backward,
+    current_backward,
+    keeps_graph,
+    version_of,
+    without_autocast,
+    without_modes,
+)
 
 
 class Steps(Protocol):
@@ -105,6 +113,8 @@ class ProgramCall:
         number = current_backward()
         if part == 0:
             self._going[number] = self._begun(number)
+            if len(self.program.parts) > 1:  # the backward may fail, or need not all of them
+                at_end_of_backward(partial(self._going.pop, number, None))
         driver, found = self._going.pop(number)
         try:
             next(driver, None)
