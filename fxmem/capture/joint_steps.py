@@ -1,6 +1,7 @@
 """Whether the steps of an emitted graph may run as programs (:mod:`fxmem.runtime.joint`).
 
-They do where a program is right, unless ``FXMEM_RUNTIME=tape`` in the environment asks for the tape.
+They do where a program is right, if ``FXMEM_RUNTIME=graph`` in the environment asks for that; ``FXMEM_RUNTIME=tape``, the
+default, asks for the tape.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fxmem.runtime.scoped_ops import op_of, op_text, region_of
 from fxmem.torch_private import OpOverload, tree_leaves
 
 OWN = frozenset(module.__name__ for module in (compressed_ops, frozen_batch_norm, inplace_ops))
-RUNTIMES = ("graph", "tape")
+RUNTIMES = ("tape", "graph")
 
 
 def runtime_asked_for() -> str:

@@ -114,7 +114,7 @@ class ProgramCall:
         if part == 0:
             self._going[number] = self._begun(number)
             if len(self.program.parts) > 1:  # the backward may fail, or need not all of them
-                at_end_of_backward(partial(self._going.pop, number, None))
+                at_end_of_backward(partial(_forget, self._going, number))
         driver, found = self._going.pop(number)
         try:
             next(driver, None)
@@ -195,6 +195,10 @@ class ProgramCall:
             outputs, aliases = steps.on_tape(self.leaves, lambda argument: argument.view_as(argument), copies)
         found = iter(through(outputs, aliases, tangents))
         return [next(found) if argument.requires_grad else None for argument in arguments]
+
+
+def _forget(going: dict[int, tuple[Iterator[None], list[Any]]], number: int) -> None:
+    going.pop(number, None)
 
 
 def through(

@@ -154,7 +154,8 @@ def _num_uses(outputs: Sequence[Any], aliases: Sequence[torch.Tensor]) -> list[i
     edges: Counter[tuple[Any, int]] = Counter((o.grad_fn, o.output_nr) for o in tensors)
     for node in graph_nodes(tensors):
         edges.update(node.next_functions)
-    return [edges[tuple(get_gradient_edge(alias))[:2]] for alias in aliases]
+    ends = map(get_gradient_edge, aliases)
+    return [edges[end.node, end.output_nr] for end in ends]
 
 
 def _cannot_run(recording: Recording) -> str:
