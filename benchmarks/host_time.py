@@ -6,10 +6,11 @@ On the emulated device kernels take no time, so a step's CPU time there is what 
 
 In: names of :mod:`benchmarks.models`, at the size ``cpu``. Out: one row each: eager's forward, loss and backward in
 milliseconds of CPU time (all threads), and over it fxmem at budgets of 50 % and 10 % of the span from the floor to eager's
-peak, ``torch.utils.checkpoint`` of each block, and ``torch.compile(backend="aot_eager")``. All ways of a model take turns
-in one process; figures are medians of all turns. ``--runtime`` says how fxmem runs its steps (``FXMEM_RUNTIME``); of
-programs it is told which models stay on the tape. ``--profile MODEL`` prints which functions take the time. ``--save``
-writes ``benchmarks/results/host_time.json``. It runs without the emulated device too, where kernels count.
+peak, as programs and on the tape under the same plans, ``torch.utils.checkpoint`` of each block, and
+``torch.compile(backend="aot_eager")``. All ways of a model take turns in one process; figures are medians of all turns. It
+is told which models stay on the tape. ``--profile MODEL`` prints which functions take the time (``FXMEM_RUNTIME`` says how
+steps run). ``--save`` writes the rows into ``benchmarks/results/host_time.json``, where rows of other models stay. It runs
+without the emulated device too, where kernels count.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 import fxmem
 from benchmarks import models, ways
 from benchmarks.results_file import RESULTS, machine
+from fxmem.runtime.joint import JointSteps
 
 MODELS = ("gpt2", "resnet50", "unet", "vit")
 SHARES = (0.5, 0.1)
@@ -51,6 +53,8 @@ class Row:
     eager_ms: float
     half: float
     tenth: float
+    half_on_tape: float
+    tenth_on_tape: float
     checkpoint: float
     aot_eager: float | None
 
@@ -59,23 +63,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=[], help=f"default: {' '.join(MODELS)}")
     parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--runtime", help="as FXMEM_RUNTIME")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which compiles for minutes")
     parser.add_argument("--profile", metavar="MODEL", help="print where the time of one model's step goes")
     parser.add_argument("--share", type=float, default=SHARES[1], help="the budget of --profile")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    if options.runtime:
-        os.environ["FXMEM_RUNTIME"] = options.runtime
     torch.set_num_threads(1)
     if options.profile:
         _profile(options.profile, options.share)
         return 0
+    os.environ["FXMEM_RUNTIME"] = "graph"
     rows = [_measured(name, options) for name in options.models or MODELS]
     print(tabulate([asdict(row) for row in rows], headers="keys", floatfmt=".2f"))
     if options.save:
-        facts = {**machine(), "runtime": os.environ.get("FXMEM_RUNTIME", "default")}
-        PATH.write_text(json.dumps({"machine": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        known = json.loads(PATH.read_text())["rows"] if PATH.exists() else []
+        by_model = {row["model"]: row for row in (*known, *map(asdict, rows))}
+        PATH.write_text(json.dumps({"machine": machine(), "rows": list(by_model.values())}, indent=1) + "\n")
     return 0
 
 
@@ -111,9 +114,23 @@ def _ways(name: str, *, compiled: bool) -> dict[str, Step]:
             step()
     for way in ("half", "tenth"):
         joint = made[way].fxmem.plans.latest.joint  # type: ignore[attr-defined]
-        if joint is not None and joint.program is None:
+        if joint.program is None:
             print(f"{name}, {way}: stays on the tape, as {joint.refusal}")
+        steps[f"{way}_on_tape"] = _on_tape(joint, steps[way])
     return steps
+
+
+def _on_tape(joint: JointSteps, step: Step) -> Step:
+    """Return ``step`` as it is where a program cannot run it."""
+
+    def run() -> float:
+        before, joint.refusal = joint.refusal, "the tape is to be measured"
+        try:
+            return step()
+        finally:
+            joint.refusal = before
+
+    return run
 
 
 def _optimized(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor], budget: int | None) -> Any:

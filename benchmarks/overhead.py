@@ -3,8 +3,9 @@
 Two models made so small that their kernels take next to nothing: eager, under fxmem with no budget, and under one that
 drops about half of what can be. Printed for each: eager's step; what the emitted graph and the look at the model's
 state add to it when nothing is dropped; and, under the budget, what the forward takes more for each call that runs on
-the tape, and the backward for each recipe it runs again (its small kernels included). The three ways take turns in one
-process, figures are the least of all turns, CPU time of the thread that runs them. Results go to
+the tape, and the backward for each recipe it runs again (its small kernels included). Then the same two as programs: what
+they add to eager's step. All ways take turns in one process, figures are the least of all turns, CPU time of the thread
+that runs them. Results go to
 ``benchmarks/results/overhead.json``; the planner's charge for a recipe on the CPU,
 :data:`fxmem.profiling.op_benchmark.TAPE_SECONDS`, rests on them.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -48,6 +50,12 @@ class Row:
     num_recipes: int
     taped_call_us: float
     recipe_us: float
+    program_no_budget_us: float
+    """What a step as a program takes more than eager's with nothing dropped."""
+    program_half_us: float
+    """Under the budget."""
+    tape_half_us: float
+    """The same on the tape."""
 
 
 def main() -> int:
@@ -97,21 +105,23 @@ def _measure(
 ) -> Row:
     model.train()
 
-    def optimized(budget_bytes: int | None) -> fxmem.OptimizedModule:
+    def optimized(budget_bytes: int | None, runtime: str = "tape") -> fxmem.OptimizedModule:
+        os.environ["FXMEM_RUNTIME"] = runtime
         return fxmem.optimize(
             copy.deepcopy(model), args, kwargs, budget=budget_bytes, optimizer="sgd", loss_fn=loss, cost="a100"
         )
 
     free = optimized(None)
     low, high = free.report.floor_bytes, free.report.eager_peak_bytes
-    half = optimized(int(low + SHARE * (high - low)))
-    ways: list[nn.Module] = [model, free, half]
+    budget = int(low + SHARE * (high - low))
+    half, free_program, half_program = optimized(budget), optimized(None, "graph"), optimized(budget, "graph")
+    ways: list[nn.Module] = [model, free, half, free_program, half_program]
     least = [(float("inf"), float("inf"))] * len(ways)
     for _ in range(NUM_TURNS):
         for number, way in enumerate(ways):
             forward, backward = _step_us(way, args, kwargs, loss)
             least[number] = (min(least[number][0], forward), min(least[number][1], backward))
-    eager, without, within = least
+    eager, without, within, program, program_within = least
     calls = [node for node in half.graph_module.graph.nodes if node.op == "call_function"]
     num_taped = sum(isinstance(node.target, TapedCall) for node in calls)
     num_recipes = half.report.timeline.num_recomputed
@@ -125,6 +135,9 @@ def _measure(
         num_recipes=num_recipes,
         taped_call_us=(within[0] - without[0]) / max(1, num_taped),
         recipe_us=(within[1] - without[1]) / max(1, num_recipes),
+        program_no_budget_us=sum(program) - sum(eager),
+        program_half_us=sum(program_within) - sum(eager),
+        tape_half_us=sum(within) - sum(eager),
     )
 
 

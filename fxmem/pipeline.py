@@ -30,7 +30,7 @@ from fxmem.emitted import (
     with_budget,
 )
 from fxmem.frontiers import begin_in_background, found, frontier_of
-from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Plan
+from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Phase, Plan
 from fxmem.passes.chunk import Chunk
 from fxmem.passes.compress_saved import CompressSaved, notes_of
 from fxmem.passes.context import CompileContext, Settings
@@ -82,11 +82,12 @@ class Compiled:
     later: Later | None = None
     """Under a quick plan: the search for the others, which goes on beside."""
 
-    def run(self, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Return the model's output for a call with these leaves, and its leaves."""
+    def run(self, leaves: Sequence[Any], held_bytes: int = 0) -> tuple[Any, Sequence[Any]]:
+        """Return the model's output for a call with these leaves, and its leaves. ``held_bytes``: of earlier outputs that
+        are alive."""
         if self.joint is None:
             return self.captured.run(self.graph_module, leaves)
-        outputs = self.joint.run(leaves)
+        outputs = self.joint.run(leaves, held_bytes)
         return self.captured.unflatten(outputs), outputs
 
     @property
@@ -165,7 +166,7 @@ class Steps:
             modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
             points=planned.points if planned else (),
         )
-        joint = joint_steps(profiled.captured, emitted.graph_module, context.inputs)
+        joint = joint_steps(profiled.captured, emitted.graph_module, context.inputs, room_bytes(report))
         plan = emitted.point.plan
         return Compiled(emitted.graph_module, profiled.captured, plan, report, planned, profiled.seen, joint)
 
@@ -177,6 +178,14 @@ def peak_of(compiled: Compiled, context: CompileContext) -> int:
         verification, events = verify(graph, captured, context.inputs, timeline, context.step)
     on_cuda = any(p.is_cuda for p in captured.parameters)
     return bound_bytes(verification.verified_bytes, events.peaks() if on_cuda else None, context.settings)
+
+
+def room_bytes(report: Report) -> int | None:
+    """Return what a step leaves of its budget in forward and backward; None if there is no budget."""
+    if report.budget_bytes is None:
+        return None
+    steps = [step.live_bytes for step in report.timeline.steps if step.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    return report.budget_bytes - max(steps, default=0)
 
 
 # -- profiles and frontiers ------------------------------------------------------------------------------------------

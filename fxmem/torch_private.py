@@ -7,6 +7,7 @@ torch's is in :mod:`fxmem.torch_patches`. Each name has a row in docs/architectu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, cast
 
@@ -286,6 +287,9 @@ def has_saved_tensor_hooks() -> bool:
     """True if somebody's hooks are given what autograd saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
+
+without_autocast: Callable[[], AbstractContextManager[object]] = torch._C._DisableAutocast
+"""A context in which no op is cast, whatever region it is in."""
 
 saved_tensor_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 """False inside ``torch.autograd.graph.disable_saved_tensors_hooks``; asked at each call of an optimized module."""

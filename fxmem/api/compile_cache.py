@@ -123,15 +123,18 @@ class CompileCache:
         self._untried[id(compiled)] = compiled
         return compiled
 
-    def run(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> tuple[Any, Sequence[Any]]:
+    def run(
+        self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None, held_bytes: int = 0
+    ) -> tuple[Any, Sequence[Any]]:
         """Return the model's output for ``inputs`` and its leaves, computed by what was found or made for them.
+        ``held_bytes``: of earlier outputs that are alive.
 
         The first call of a size that was not planned for is tried: where the graph does otherwise than planned, what it
         wrote is put back, and the size gets a plan of its own.
         """
         captured = compiled.captured
         if id(compiled) not in self._untried:
-            return compiled.run(inputs.leaves)
+            return compiled.run(inputs.leaves, held_bytes)
         before = Before(captured, inputs.leaves)
         try:
             output = captured.run(compiled.graph_module, inputs.leaves)

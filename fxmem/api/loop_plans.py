@@ -54,6 +54,8 @@ class LoopPlans:
         self._looked_at: tuple[Compiled | None, tuple[torch.Tensor, ...]] = (None, ())
         self._roomy: tuple[Compiled | None, int] = (None, 0)
         """What was compiled for the latest call, and bytes that its forward leaves of the budget."""
+        self._held_bytes = 0
+        """Of the outputs of the call before that were alive as the latest one began."""
         self._warned: set[str] = set()
         self._loss_watch = None if settings.step.loss_fn is not None else LossWatch()
         """None where the loss is known."""
@@ -102,7 +104,7 @@ class LoopPlans:
         if watch is not None:
             watch.stop()
         compiled = self.for_call(inputs, autocast)
-        output, leaves = self._latest.run(compiled, inputs, autocast)
+        output, leaves = self._latest.run(compiled, inputs, autocast, self._held_bytes)
         self._note(compiled, inputs, leaves)
         return output
 
@@ -124,7 +126,7 @@ class LoopPlans:
         if not self._is_bounded or latest is None or not isinstance(latest.captured, CaptureGraph):
             self._watch.look()  # a model in parts is planned for the step asked for alone
             return self._compiled(self._settings.step, inputs, autocast)
-        held_bytes = self._watch.look()
+        held_bytes = self._held_bytes = self._watch.look()
         if self._watch.is_new_step:
             self._look_at_loss()
             self.end_searches()

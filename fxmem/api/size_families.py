@@ -27,11 +27,14 @@ from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.capture.joint_steps import joint_steps
 from fxmem.errors import CaptureError, InputError
 from fxmem.passes.context import CompileContext
-from fxmem.pipeline import CallScope, Compiled, UnplannedFloor, report_at
+from fxmem.pipeline import CallScope, Compiled, UnplannedFloor, report_at, room_bytes
 from fxmem.planners.plan_transfer import Planned
 from fxmem.profiling.verify import emitted_step
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
+
+NUM_WATCHED = 8
+"""Calls of a size that runs under the plan for another one, before a step of it is written down: it may come but seldom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,5 +206,6 @@ class LazyReport:
 
 def taken_over(context: CompileContext, compiled: Compiled, origin: str) -> Compiled:
     """Return ``compiled`` as it serves the call and step of ``context``. ``origin``: what it was planned for."""
-    joint = joint_steps(compiled.captured, compiled.graph_module, context.inputs)
+    room = room_bytes(report_planned_for(compiled))
+    joint = joint_steps(compiled.captured, compiled.graph_module, context.inputs, room, NUM_WATCHED)
     return replace(compiled, _report=LazyReport(context, compiled, origin), planned=None, joint=joint, later=None)

@@ -94,6 +94,7 @@ FACTS: tuple[OpFact, ...] = (
         _PROGRAM,
     ),
     OpFact(_aten("set_ resize_ resize_as_"), RecordedRole("moving"), _RECORDED, _PROGRAM),
+    OpFact(_aten("_to_copy"), RecordedRole("cast"), _RECORDED, _PROGRAM),
     OpFact(_aten("add.Tensor"), RecordedRole("sum"), _RECORDED, _PROGRAM),
     OpFact(_aten("add_.Tensor"), RecordedRole("sum in place"), _RECORDED, _PROGRAM),
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+
+from fxmem.torch_private import sequence_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,20 @@ class Autocast:
 
     def enter(self) -> torch.autocast:
         return torch.autocast(self.device_type, self.dtype)
+
+
+class Regions:
+    """Tells regions of autocast apart. What a region's cache keeps is cast once, whoever asks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._leaf = torch.empty(0, 0, device=device, requires_grad=True)
+
+    def present(self) -> tuple[int, int | None]:
+        """Return what is another value in every region, and each time where there is none or casts are not kept."""
+        with torch.enable_grad():
+            product = torch.mm(self._leaf, self._leaf)
+        assert product.grad_fn is not None
+        return threading.get_ident(), sequence_of(product.grad_fn.next_functions[0][0] or product.grad_fn)
 
 
 NOTHING = nullcontext()

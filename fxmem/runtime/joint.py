@@ -7,11 +7,12 @@ nothing and written down (:mod:`fxmem.runtime.recording`); from then on steps ru
 
 NOTE [What stays on the tape]
 
-1. Calls that a program is not for: under autocast or saved-tensor hooks, with hooks that wait for a parameter's gradient
-   (a program gives all gradients at its end), with gradients that are there, to which a program would add at its end; with
-   inputs that lie otherwise in their storage.
+1. Calls that a program is not for: under another autocast than planned, under saved-tensor hooks, in anomaly mode, with
+   hooks that wait for a parameter's gradient and may take memory that was planned for another moment, among several
+   processes, which wait for each gradient; with inputs that lie otherwise in their storage.
 2. Graphs whose calls the recorder cannot follow, that write to parameters or inputs, that return an input, or two outputs
-   on one storage; that use a parameter or input more than twice, whose gradient is summed while the backward runs.
+   on one storage; that read a buffer which they write, whose old value rule 3 would need; that draw from a generator of
+   their own, or copy to host memory.
 3. A backward that a program is not for (``create_graph``, gradients of other outputs than were recorded, or laid out
    otherwise, switches of kernels that were changed since) runs the forward again on the tape, from the random states that
    it began with and on copies of the buffers that it writes, and goes backward through that. It takes longer, and no
@@ -20,17 +21,18 @@ NOTE [What stays on the tape]
    so. A loop that differentiates gradients from its first step on never comes to programs.
 4. ``retain_graph`` needs no tape: what is saved stays, what is recomputed goes each time.
 
-NOTE [Sums]
+NOTE [Autocast]
 
-A parameter that is used twice gets two gradients. Should the same backward go through several calls of the model, autograd
-adds all of them one after the other, and a sum made beforehand has other bits. So a program takes such a parameter twice,
-and gives both.
+A program has the casts of its region written into it and runs without autocast. The region's cache casts a parameter once,
+for all that is called in it, and sums the gradients of that cast in its own dtype; a program casts it for itself. So a step
+that casts a parameter twice stays on the tape, and so does one of whose calls two share a region and a backward.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -38,12 +40,15 @@ import torch
 from torch import fx
 from torch.func import functional_call
 
+from fxmem.runtime.autocast import Autocast, Regions
 from fxmem.runtime.layout import View
-from fxmem.runtime.program import Program, TooManySumsError, program_of
-from fxmem.runtime.program_call import ProgramCall, ProgramStep, gated, through
+from fxmem.runtime.program import Program, program_of
+from fxmem.runtime.program_call import ProgramCall, gated
 from fxmem.runtime.recompute import replayed, stash_random_states
-from fxmem.runtime.recording import Recorder, Recording, Ref, recording_with, written_by
-from fxmem.torch_private import current_backward, graph_nodes, has_saved_tensor_hooks, storage_key
+from fxmem.runtime.recording import Recording
+from fxmem.runtime.step_in_backward import num_processes
+from fxmem.runtime.written_step import Seen, bits_by, written_down
+from fxmem.torch_private import current_backward, has_saved_tensor_hooks, storage_key
 
 NUM_LOOKED_AT = 4
 """Parameters that are asked whether they have a gradient."""
@@ -51,8 +56,6 @@ NUM_LOOKED_AT = 4
 Run = Callable[[Callable[..., Any], Sequence[Any]], Sequence[Any]]
 """Calls a graph with leaves, as calls of it are made; returns the leaves of its output."""
 
-_Seen = dict[int, tuple[View, torch.device]]
-"""By output, how its gradient lay."""
 _late_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -70,12 +73,23 @@ class JointSteps:
         run: Run,
         written: Sequence[torch.Tensor],
         devices: Sequence[torch.device],
+        autocast: Autocast | None = None,
+        room_bytes: int | None = None,
         refusal: str = "",
+        num_watched: int = 1,
+        *,
+        has_regions: bool = False,
     ) -> None:
-        """``written``: tensors that the graph writes. ``devices``: those it works on. ``refusal``: why it stays on the
-        tape."""
+        """``written``: tensors that the graph writes. ``devices``: those it works on. ``autocast``: the region that its
+        calls are in. ``room_bytes``: what a planned step leaves of its budget, None if there is no budget. ``refusal``: why
+        it stays on the tape. ``num_watched``: calls before one is written down, which takes the time of some steps.
+        ``has_regions``: of autocast, inside."""
         self.graph_module, self.refusal, self.devices = graph_module, refusal, tuple(devices)
-        self._run = run
+        self.autocast, self._run, self._num_watched = autocast, run, num_watched
+        self.is_cast = autocast is not None or has_regions
+        self._regions = None if autocast is None else Regions(torch.device(autocast.device_type))
+        self._in_region: tuple[tuple[int, int | None], Callable[[], bool]] | None = None
+        """Under autocast: the region of the latest call, and whether its backward is over or cannot be."""
         named = dict(graph_module.named_parameters())
         self.names = tuple(name for name, parameter in named.items() if parameter.requires_grad)
         self.parameters = tuple(named[name] for name in self.names)
@@ -89,124 +103,148 @@ class JointSteps:
             self.refusal = self.refusal or "a buffer requires grad"
         self.looked_at = some_of(self.parameters)
         self.program: Program | None = None
+        """The one used last."""
+        self._recording: Recording | None = None
+        self._programs: dict[bool, Program] = {}
+        """By whether gradients are there before."""
+        self._room_bytes = None if room_bytes is None else room_bytes - sum(t.nbytes for t in self.written.values())
+        """For what is alive beside a step that is written down."""
         self._is_tried = all(device.type == "cpu" for device in self.devices)
         """Whether a program's bits are compared with the tape's: a kernel may ask whether autograd is on."""
-        self.seen: dict[int, _Seen] = {}
+        self._places: list[int] = []
+        """By output, its place among those that are another tensor each."""
+        self.seen: dict[int, Seen] = {}
         """By backward and output, how its gradient lay."""
 
-    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Return the output leaves of a call."""
+    def run(self, leaves: Sequence[Any], held_bytes: int = 0) -> Sequence[Any]:
+        """Return the output leaves of a call. ``held_bytes``: of earlier outputs that are alive."""
         if self.refusal:
             return self._run(self.graph_module, leaves)
         arguments = (*self.parameters, *[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        if self._is_for_tape(arguments):
+        if self._is_for_tape() or self._shares_region():
             return self._run(self.graph_module, leaves)
-        program = self.program
-        if program is None:
-            if not self.seen or len({tuple(sorted(seen)) for seen in self.seen.values()}) > 1:
+        if self._recording is None:
+            if not self._may_be_written_down(held_bytes):
                 return self._watched(leaves, arguments)
-            program = self.program = self._recorded(leaves, arguments)
-            if program is None:
-                return self._run(self.graph_module, leaves)
-        for argument, offset in zip(arguments, program.offsets, strict=True):
-            if argument.storage_offset() != offset:
-                return self._run(self.graph_module, leaves)
+            self._recording = self._recorded(leaves, arguments)
+        program = self._program()
+        if program is None or not all(map(_lies_as, arguments, program.layouts)):
+            return self._run(self.graph_module, leaves)
         call = ProgramCall(self, leaves, arguments, program)
-        return call.gated(ProgramStep.apply(call, *arguments, *[arguments[i] for i in program.twice]))  # type: ignore[no-untyped-call]
+        if self._regions is not None:
+            self._in_region = self._regions.present(), _over(call)
+        return self._all(call.run())
 
-    def _is_for_tape(self, arguments: tuple[torch.Tensor, ...]) -> bool:
+    def _may_be_written_down(self, held_bytes: int) -> bool:
+        """True if it is known what is to be written down, and there is room for it."""
+        if self._num_watched > 0 or len({tuple(sorted(seen)) for seen in self.seen.values()}) != 1:
+            return False
+        return self._room_bytes is None or held_bytes <= self._room_bytes
+
+    def _program(self) -> Program | None:
+        """Return the program for a call, as things are; None if there is none."""
+        if self._recording is None:
+            return None
+        at_once = any(parameter.grad is not None for parameter in self.looked_at)
+        if at_once not in self._programs:
+            self._programs[at_once] = program_of(self._recording, at_once=at_once)
+        self.program = self._programs[at_once]
+        return self.program
+
+    def _is_for_tape(self) -> bool:
+        region = set() if self.autocast is None else {self.autocast.device_type}
         return (
-            any(torch.is_autocast_enabled(device.type) for device in self.devices)
+            {device.type for device in self.devices if torch.is_autocast_enabled(device.type)} != region
             or has_saved_tensor_hooks()
+            or torch.is_anomaly_enabled()
             or any(map(_late_hooks_of, self.parameters))
-            or any(parameter.grad is not None for parameter in self.looked_at)
+            or num_processes() > 1
         )
+
+    def _shares_region(self) -> bool:
+        """True if a call whose backward is to come is in the same region of autocast (NOTE [Autocast])."""
+        if self._regions is None or self._in_region is None:
+            return False
+        region, is_over = self._in_region
+        if is_over() or region != self._regions.present():
+            return False
+        if self.program is not None:
+            warnings.warn(
+                "two calls of a model in one autocast region, before the backward of the first: their gradients may equal "
+                "eager's but for rounding this time; from the next step on they are bitwise. FXMEM_RUNTIME=tape keeps to "
+                "the tape from the start.",
+                stacklevel=2,
+            )
+        self.refusal = "several of its calls share a region of autocast"
+        return True
 
     def _watched(self, leaves: Sequence[Any], arguments: tuple[torch.Tensor, ...]) -> Sequence[Any]:
         """Return the outputs of a call on the tape, whose backward shows which of them have a gradient."""
         outputs = self._run(self.graph_module, leaves)
-        self.refusal = _refusal_of(outputs, arguments)
+        once = self._once(outputs)
+        self._num_watched -= 1
+        self.refusal = _refusal_of(once, arguments)
         self.seen.clear()
-        return outputs if self.refusal else gated(self._note, outputs)
+        if self._regions is not None:
+            self._in_region = self._regions.present(), lambda: bool(self.seen)
+        return outputs if self.refusal else self._all(gated(self._note, once))
+
+    def _once(self, outputs: Sequence[Any]) -> list[Any]:
+        """Return ``outputs`` without tensors that are there before."""
+        known: dict[int, int] = {}
+        self._places = [
+            known.setdefault(id(o) if isinstance(o, torch.Tensor) else ~i, len(known)) for i, o in enumerate(outputs)
+        ]
+        return [outputs[self._places.index(place)] for place in range(len(known))]
+
+    def _all(self, once: Sequence[Any]) -> list[Any]:
+        """Return all outputs."""
+        return [once[place] for place in self._places]
 
     def _note(self, place: int, tangent: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
             self.refusal = "its gradients are differentiated"
+        if any(torch.is_autocast_enabled(device.type) for device in self.devices):
+            self.refusal = "its backward is under autocast"
         self.seen.setdefault(current_backward(), {})[place] = View.of(tangent, 0), tangent.device
         return tangent
 
-    def _recorded(self, leaves: Sequence[Any], arguments: tuple[torch.Tensor, ...]) -> Program | None:
-        """Return the program of a step like that which was seen; None if there can be none, and note why."""
+    def _recorded(self, leaves: Sequence[Any], arguments: tuple[torch.Tensor, ...]) -> Recording | None:
+        """Return what was written down of a step like that which was seen; None if none can be, and note why."""
         seen = next(iter(self.seen.values()))
         self.seen.clear()
-        recorder = Recorder()
-        recording = recorder.recording
-        recording.arguments = [recorder.root(argument) for argument in arguments]
-        copies = {name: buffer.clone() for name, buffer in self.written.items()}
-        for name, copy in copies.items():
-            recording.constants[recorder.root(copy)] = self.written[name]
-        recording.written = frozenset(recording.views[v].storage for v in recording.constants)
-        for constant in self.constants:
-            recorder.constant(constant)
         states = replayed(stash_random_states(tuple(dict.fromkeys((torch.device("cpu"), *self.devices)))))
-        with states:
-            with recording_with(recorder):
-                outputs, aliases = self.on_tape(leaves, self.graph_module, copies)
-            bits = bits_of(outputs) if self._is_tried else []
-            recording.outputs = [Ref(recorder.find(o)) if isinstance(o, torch.Tensor) else o for o in outputs]
-            recording.differentiable = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
-            uses = iter(_num_uses(outputs, aliases))
-            recording.num_uses = [next(uses) if argument.requires_grad else 0 for argument in arguments]
-            recorder.in_backward = True
-            given = _drawn(seen, len(outputs))
-            recording.tangents = [None if t is None else recorder.root(t) for t in given]
-            with torch.no_grad(), recorder:
-                found = iter(through(outputs, aliases, given))
-        gradients = [next(found) if argument.requires_grad else None for argument in arguments]
-        recording.gradients = [None if g is None else recorder.find(g) for g in gradients]
-        self.refusal = recorder.failure or _cannot_run(recording)
-        if self.refusal:
-            return None
         try:
-            program = program_of(recording)
-        except TooManySumsError:
-            self.refusal = "it uses a parameter or input several times, whose gradient is a sum"
-            return None
-        if self._is_tried and [*bits, *bits_of(gradients)] != self._bits_by(program, arguments, states, seen):
-            self.refusal = "a program of it has other bits"
-            return None
-        return program
-
-    def _bits_by(
-        self, program: Program, arguments: tuple[torch.Tensor, ...], states: replayed, seen: _Seen
-    ) -> list[int | None]:
-        """Return the bits of a step by ``program``, on the gradients that were drawn for the one written down."""
-        before = {name: buffer.clone() for name, buffer in self.written.items()}
-        with torch.no_grad(), states:
-            outputs, saved = program.forward(*arguments)
-            bits = bits_of(outputs)
-            gradients: list[Any] = list(program.backward(saved, arguments, _drawn(seen, len(outputs))))
-            for place, second in zip(program.twice, gradients[len(arguments) :], strict=True):
-                gradients[place] = gradients[place] + second
-            for name, buffer in self.written.items():
-                buffer.copy_(before[name])
-        return [*bits, *bits_of(gradients[: len(arguments)])]
+            with states:
+                recording, bits, self.refusal = written_down(self, leaves, arguments, seen, is_tried=self._is_tried)
+            if self._is_tried and not self.refusal:
+                program = self._programs[True] = program_of(recording, at_once=True)
+                with states:
+                    if bits != bits_by(program, arguments, seen, self.written):
+                        self.refusal = "a program of it has other bits"
+        except Exception as error:  # NOTE [Writing down] in written_step.py
+            self.refusal = f"it could not be written down ({type(error).__name__}: {error})"
+        return None if self.refusal else recording
 
     def on_tape(
-        self, leaves: Sequence[Any], graph_module: fx.GraphModule, buffers: dict[str, torch.Tensor]
+        self,
+        leaves: Sequence[Any],
+        stands_for: Callable[[torch.Tensor], torch.Tensor],
+        buffers: dict[str, torch.Tensor],
     ) -> tuple[Sequence[Any], list[torch.Tensor]]:
-        """Run the graph on the tape; return its outputs and what stands for the arguments that require grad.
-
-        Aliases stand for them: hooks on the arguments would run twice.
-        """
-        aliases = {name: p.view_as(p) for name, p in zip(self.names, self.parameters, strict=True)}
-        inner = [x.view_as(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in leaves]
-        differentiable = [x for x in inner if isinstance(x, torch.Tensor) and x.requires_grad]
+        """Run the graph on the tape; return its outputs, each once, and what stands for the arguments that require grad, as
+        hooks on these would run twice."""
+        aliases = {name: stands_for(parameter) for name, parameter in zip(self.names, self.parameters, strict=True)}
+        inner, differentiable = list(leaves), list(aliases.values())
+        for i, leaf in enumerate(inner):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                inner[i] = stands_for(leaf)
+                differentiable.append(inner[i])
 
         def call(*given: Any) -> Any:
-            return functional_call(graph_module, {**aliases, **buffers}, given)
+            return functional_call(self.graph_module, {**aliases, **buffers}, given)
 
-        return self._run(call, inner), [*aliases.values(), *differentiable]
+        return self._once(self._run(call, inner)), differentiable
 
 
 def _refusal_of(outputs: Sequence[Any], arguments: Sequence[torch.Tensor]) -> str:
@@ -221,60 +259,14 @@ def _refusal_of(outputs: Sequence[Any], arguments: Sequence[torch.Tensor]) -> st
     return "" if any(o.requires_grad for o in tensors) else "nothing that it returns requires grad"
 
 
-def _num_uses(outputs: Sequence[Any], aliases: Sequence[torch.Tensor]) -> list[int]:
-    """Return how many edges of the graph of ``outputs`` lead to each alias, which is no leaf."""
-    tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
-    edges: Counter[tuple[Any, int]] = Counter((o.grad_fn, o.output_nr) for o in tensors)
-    for node in graph_nodes(tensors):
-        edges.update(node.next_functions)
-    return [edges[alias.grad_fn, alias.output_nr] for alias in aliases]
+def _lies_as(tensor: torch.Tensor, layout: tuple[tuple[int, ...], int]) -> bool:
+    return tensor.stride() == layout[0] and tensor.storage_offset() == layout[1]
 
 
-def _cannot_run(recording: Recording) -> str:
-    """Say why a step cannot be run from what was written of it; nothing if it can."""
-    views = recording.views
-
-    def storages(values: Iterable[int | None]) -> set[int]:
-        return {views[value].storage for value in values if value is not None}
-
-    others = storages((*recording.arguments, *recording.constants)) - recording.written
-    for instruction in recording.forward:
-        if not others.isdisjoint(storages(written_by(instruction))):
-            return "it writes to an input or a parameter"
-        touched = not recording.written.isdisjoint(storages(instruction.reads))
-        if touched and not ("batch_norm" in str(instruction.target) or _counts(views, instruction.reads)):
-            return "it reads a buffer that it writes"
-    made = storages(value for i in recording.forward if i.target is not None for value in i.outputs)
-    handed = made | others | recording.written | storages(recording.tangents)
-    if any(not handed.isdisjoint(storages(written_by(i))) for i in recording.backward):
-        return "its backward writes to what its forward made, or to the gradient of an output"
-    return ""
-
-
-def _counts(views: Sequence[View], reads: Sequence[int]) -> bool:
-    """True if what is read is a whole number, as BatchNorm's counter of batches."""
-    return all(not views[v].dtype.is_floating_point and not views[v].size for v in reads)
-
-
-def _drawn(seen: _Seen, num_outputs: int) -> list[torch.Tensor | None]:
-    """Return random gradients of outputs that lie as those ``seen``."""
-    drawn: list[torch.Tensor | None] = [None] * num_outputs
-    for place, (view, device) in sorted(seen.items()):
-        end = view.offset + 1 + sum((n - 1) * k for n, k in zip(view.size, view.stride, strict=True))
-        values = torch.randn(end, dtype=view.dtype, device=device)
-        drawn[place] = values.as_strided(view.size, view.stride, view.offset)
-    return drawn
-
-
-def bits_of(values: Iterable[Any]) -> list[int | None]:
-    """Return a number for each tensor that another bit in it would change, in all likelihood."""
-    return [_bits(value.detach()) if isinstance(value, torch.Tensor) else None for value in values]
-
-
-def _bits(tensor: torch.Tensor) -> int:
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-    return int(tensor.contiguous().view(whole).sum(dtype=torch.int64))
+def _over(call: ProgramCall) -> Callable[[], bool]:
+    """Return what tells if the backward of ``call`` is over, or cannot be any more."""
+    reference = weakref.ref(call)
+    return lambda: (known := reference()) is None or known.leaves is None
 
 
 def _attributes(graph_module: fx.GraphModule) -> list[torch.Tensor]:

@@ -15,23 +15,22 @@ NOTE [Liveness]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
-from fxmem.op_facts.kinds import InPlaceInBackward, RecordedRole
-from fxmem.op_facts.lookup import by_op, with_role
+from fxmem.op_facts.kinds import InPlaceInBackward
+from fxmem.op_facts.lookup import by_op
+from fxmem.runtime.gradient_parts import SUM, Gradient, in_parts, made_by, replayed_blocks
 from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import bound
 from fxmem.runtime.recompute import replayed, stash_random_states
 from fxmem.runtime.recording import Instruction, Recording, Ref
-from fxmem.torch_private import OpOverload, tree_leaves
+from fxmem.torch_private import OpOverload, tree_leaves, without_modes
 
 aten = torch.ops.aten
-(SUM,) = with_role(RecordedRole, "sum")
-SUMS = {SUM} | with_role(RecordedRole, "sum in place")
 
 
 def _in_place(op: OpOverload) -> OpOverload:
@@ -44,16 +43,19 @@ IN_PLACE: dict[Any, OpOverload] = {op: _in_place(op) for op in (SUM, *by_op(InPl
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A step as functions: ``forward(*arguments) -> (outputs, saved)``, ``backward(saved, arguments, tangents) ->
-    gradients``, which empties ``saved`` and ``tangents``."""
+    """A step as functions: ``forward(*arguments) -> (outputs, saved)``, and ``backward(saved, arguments, tangents,
+    gradients)``, a generator: it empties ``saved`` and ``tangents``, and each time it stops, the gradients of one part have
+    been put into ``gradients``, which whoever drives it empties."""
 
     forward: Callable[..., tuple[list[Any], list[Any]]]
-    backward: Callable[[list[Any], Sequence[torch.Tensor], list[torch.Tensor | None]], tuple[torch.Tensor | None, ...]]
+    backward: Callable[
+        [list[Any], Sequence[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]], Iterator[None]
+    ]
     source: str
     tangents: tuple[View | None, ...]
     """By output leaf: how its gradient lies, None where there is none."""
-    offsets: tuple[int, ...]
-    """By argument: its offset in its storage."""
+    layouts: tuple[tuple[tuple[int, ...], int], ...]
+    """By argument: its strides, and its offset in its storage."""
     checked: tuple[int, ...]
     """Arguments that the backward reads: they must be as the forward left them."""
     shared: tuple[int, ...]
@@ -64,37 +66,38 @@ class Program:
     """What else must be as the forward left it."""
     draws_on: tuple[torch.device, ...]
     """Devices whose random numbers the forward draws."""
-    twice: tuple[int, ...]
-    """Arguments that have two gradients; the second ones come after all others (NOTE [Sums] in
-    :mod:`fxmem.runtime.joint`)."""
+    parts: tuple[tuple[int, ...], ...]
+    """By part of the backward: the arguments that it gives gradients of, which may be several of one, to be summed in this
+    order."""
+    token: torch.Tensor
+    """Without elements, on the device where the backward begins."""
 
 
-class TooManySumsError(Exception):
-    """Gradients are sums that the backward must make while it runs, for the sake of memory."""
-
-
-def program_of(recording: Recording) -> Program:
-    """Return what runs ``recording`` again."""
-    return _Writer(recording).program()
+def program_of(recording: Recording, *, at_once: bool) -> Program:
+    """Return what runs ``recording`` again. ``at_once``: gradients that it gives go at once
+    (:mod:`fxmem.runtime.gradient_parts`)."""
+    with without_modes():
+        return _Writer(recording, at_once=at_once).program()
 
 
 class _Writer:
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
+    def __init__(self, recording: Recording, *, at_once: bool) -> None:
+        needed = {value for value in recording.gradients if value is not None}
+        self.recording = recording = replace(recording, backward=_alive(recording, recording.backward, needed))
         self.scope: dict[str, Any] = {"stash": _stash, "replayed": replayed}
         self.names: dict[int, str] = {}
         self.arguments = {value: i for i, value in enumerate(recording.arguments)}
-        self.returned, self.twice, backward = _unsummed(recording)
-        self.gradients = {value for value in self.returned if value is not None}
+        parts = in_parts(recording, at_once=at_once)
+        self.parts, self.gradients = parts.parts, parts.values()
         self.results = {leaf.value for leaf in recording.outputs if isinstance(leaf, Ref)}
-        self.backward = self._alive(backward, self.gradients)
-        made = {v for i in self.backward for v in i.outputs if v is not None and i.target is not None}
+        self.backward, self.ends = parts.backward, parts.ends
+        made = {value for instruction in self.backward for value in made_by(instruction)}
         tangents = {value for value in recording.tangents if value is not None}
         read = {v for i in self.backward for v in i.reads} | self.gradients
         self.stashes = {i.replays[0] for i in self.backward if i.replays is not None and i.random}
         self._bound: dict[int, str] = {}
         self.saved = sorted(read - made - tangents - set(self.arguments) - set(recording.constants))
-        self.forward = self._alive(recording.forward, self.results | set(self.saved), self.stashes)
+        self.forward = _alive(recording, recording.forward, self.results | set(self.saved), self.stashes)
         self.read_in_backward = read
         for number, value in enumerate(recording.constants):
             self.scope[f"k{number}"] = recording.constants[value]
@@ -111,13 +114,14 @@ class _Writer:
             self.scope["backward"],
             source,
             tuple(None if v is None else recording.views[v] for v in recording.tangents),
-            tuple(recording.views[v].offset for v in recording.arguments),
+            tuple((recording.views[v].stride, recording.views[v].offset) for v in recording.arguments),
             tuple(i for i, v in enumerate(recording.arguments) if recording.views[v].storage in on_storage),
             tuple(i for i, v in outputs if recording.views[v].storage in on_storage),
             tuple(i for i, _ in outputs if not recording.differentiable[i]),
             tuple(t for v, t in recording.constants.items() if recording.views[v].storage in on_storage),
             self._draws_on(),
-            tuple(self.twice),
+            tuple(tuple(gradient.argument for gradient in part) for part in self.parts),
+            torch.empty(0, device=next(recording.devices[v] for v in recording.tangents if v is not None)),
         )
 
     def _draws_on(self) -> tuple[torch.device, ...]:
@@ -125,29 +129,13 @@ class _Writer:
         drawing = [i for i in self.forward if i.random]
         return tuple(dict.fromkeys(devices[v] for i in drawing for v in (*i.reads, *i.outputs) if v is not None))
 
-    def _alive(
-        self, instructions: list[Instruction], read: set[int], stashes: set[int] | None = None
-    ) -> list[Instruction]:
-        """Leave out what makes nothing that is read (NOTE [Liveness], rule 2)."""
-        read, alive, recording = set(read), [], self.recording
-        for instruction in reversed(instructions):
-            if instruction.target is None:
-                keep = stashes is None or instruction.outputs[0] in stashes
-            else:
-                keep = instruction.writes or instruction.random or not read.isdisjoint(instruction.outputs)
-                keep = keep or any(recording.views[v].storage in recording.written for v in instruction.reads)
-            if keep:
-                read.update(instruction.reads)
-                alive.append(instruction)
-        return alive[::-1]
-
     # -- the two functions ------------------------------------------------------------------------------------------
 
     def _forward(self) -> str:
         recording = self.recording
         names = [f"a{i}" for i in range(len(recording.arguments))]
         self.names.update({value: f"a{i}" for value, i in self.arguments.items()})
-        body = self._body(self.forward, self.results | set(self.saved), ())
+        body = self._body(self.forward, self.results | set(self.saved))
         outputs = ", ".join(self._text(leaf) for leaf in recording.outputs)
         saved = ", ".join([*(self._name(v) for v in self.saved), *(f"r{s}" for s in sorted(self.stashes))])
         return _function("forward", names, [*body, f"return [{outputs}], [{saved}]"])
@@ -161,35 +149,61 @@ class _Writer:
         tangents = [(i, v) for i, v in enumerate(recording.tangents) if v is not None]
         for i, value in tangents:
             lines.append(f"{self._name(value)} = tangents[{i}]")
-        lines.append("tangents.clear()")
-        given = [*self.saved, *(v for _, v in tangents)]
-        lines += self._body(self.backward, self.gradients, given)
-        gradients = ", ".join("None" if v is None else self._name(v) for v in self.returned)
-        return _function("backward", ["saved", "arguments", "tangents"], [*lines, f"return ({gradients},)"])
+        lines += ["del arguments", "tangents.clear()"]
+        given = [*self.saved, *(v for _, v in tangents), *(v for v in self.arguments if v in read)]
+        lines += self._body(self.backward, set(), given, dict(zip(self.ends, self.parts, strict=True)))
+        return _function("backward", ["saved", "arguments", "tangents", "gradients"], lines)
 
-    def _body(self, instructions: list[Instruction], kept: set[int], given: Sequence[int] = ()) -> list[str]:
+    def _body(
+        self,
+        instructions: list[Instruction],
+        kept: set[int],
+        given: Sequence[int] = (),
+        parts: Mapping[int, Sequence[Gradient]] | None = None,
+    ) -> list[str]:
         """Return the lines of ``instructions``; ``kept`` lives to the end. ``given``, of a backward: what it is handed,
-        which dies after its last use."""
-        last: dict[int, int] = dict.fromkeys(given, -1)
-        for place, instruction in enumerate(instructions):
-            last.update(dict.fromkeys(instruction.reads, place))
-            if instruction.target is not None:
-                last.update((value, place) for value in instruction.outputs if value is not None)
-        ends: dict[int, list[int]] = {}
-        for value, place in last.items():
-            if value not in kept and value not in self.arguments and value not in self.recording.constants:
-                ends.setdefault(place, []).append(value)
-        in_place = _InPlace(self.recording, last, kept, given, self.arguments)
-        lines = _deleted([self._name(v) for v in ends.get(-1, ())])
-        blocks = _replayed_blocks(instructions)
+        which dies after its last use. ``parts``: what is handed over, by the instruction after which it is."""
+        parts = parts or {}
+        ends, last = self._ends(instructions, kept, given, parts)
+        in_place = _InPlace(self.recording, last, kept | self.gradients, given, self.arguments)
+        lines = self._handing_over(parts.get(-1, ()), ends.get(-1, ()))
+        blocks = replayed_blocks(instructions)
         for place, instruction in enumerate(instructions):
             begins, is_inside = blocks.get(place, (False, False))
             if begins and instruction.replays is not None:
                 lines.append(f"with r{instruction.replays[0]}:")
             line, extra = self._line(in_place.changed(instruction, place))
-            dead = [self._name(v) for v in ends.get(place, ())] if instruction.target is not None else []
-            lines += [f"{'    ' * is_inside}{text}" for text in (line, *_deleted([*dead, *extra]))]
+            lines += [f"{'    ' * is_inside}{text}" for text in (line, *_deleted(extra))]
+            lines += self._handing_over(parts.get(place, ()), ends.get(place, ()), is_inside and place not in parts)
         return lines
+
+    def _ends(
+        self,
+        instructions: list[Instruction],
+        kept: set[int],
+        given: Sequence[int],
+        parts: Mapping[int, Sequence[Gradient]],
+    ) -> tuple[dict[int, list[int]], dict[int, int]]:
+        """Return which values die by the instruction after which they do, and by value where it is used last."""
+        last: dict[int, int] = dict.fromkeys(given, -1)
+        for place, instruction in enumerate(instructions):
+            last.update(dict.fromkeys(instruction.reads, place))
+            last.update(dict.fromkeys(made_by(instruction), place))
+        for place, part in parts.items():
+            last.update((g.value, max(place, last.get(g.value, -1))) for g in part)
+        ends: dict[int, list[int]] = {}
+        for value, place in last.items():
+            is_ours = value not in self.arguments or value in given
+            if is_ours and value not in kept and value not in self.recording.constants:
+                ends.setdefault(place, []).append(value)
+        return ends, last
+
+    def _handing_over(self, part: Sequence[Gradient], dying: Sequence[int], indented: bool = False) -> list[str]:
+        """Return the lines that hand over ``part`` and let go of what is ``dying``."""
+        dead = [f"{'    ' * indented}{line}" for line in _deleted([self._name(value) for value in dying])]
+        if not part:
+            return dead
+        return [f"gradients += [{', '.join(self._name(g.value) for g in part)}]", *dead, "yield"]
 
     # -- one line ---------------------------------------------------------------------------------------------------
 
@@ -240,73 +254,6 @@ class _Writer:
         return name
 
 
-def _unsummed(recording: Recording) -> tuple[list[int | None], list[int], list[Instruction]]:
-    """Return the gradients with those apart that are sums of two, the arguments of these, and the backward without the
-    sums. Errors: :class:`TooManySumsError`."""
-    backward, seconds = list(recording.backward), {}
-    returned = list(recording.gradients)
-    for place, value in enumerate(recording.gradients):
-        if value is None or recording.num_uses[place] < 2:
-            continue
-        if recording.num_uses[place] > 2:
-            raise TooManySumsError
-        parts, sum_ = _parts(backward, value)
-        if sum_ is None:
-            continue
-        backward = [i for i in backward if i is not sum_]
-        returned[place], seconds[place] = parts
-    read = {v for i in backward for v in i.reads}
-    if any(recording.gradients[place] in read for place in seconds):
-        raise TooManySumsError
-    returned += seconds.values()
-    if seconds and _peak_bytes(recording, backward, returned) > _peak_bytes(
-        recording, recording.backward, recording.gradients
-    ):
-        raise TooManySumsError
-    return returned, list(seconds), backward
-
-
-def _peak_bytes(recording: Recording, backward: list[Instruction], returned: Sequence[int | None]) -> int:
-    """Return the most bytes that a backward's own values take at a time."""
-    views = recording.views
-    ends = {views[v].storage: place for place, i in enumerate(backward) for v in (*i.reads, *_made(i))}
-    ends.update((views[v].storage, len(backward)) for v in returned if v is not None)
-    dying: dict[int, list[int]] = {}
-    for storage, place in ends.items():
-        dying.setdefault(place, []).append(storage)
-    live: dict[int, int] = {}
-    own, peak_bytes = {views[v].storage for i in backward for v in _made(i)}, 0
-    own -= {views[v].storage for v in (*recording.arguments, *recording.constants, *_made_by(recording.forward))}
-    for place, instruction in enumerate(backward):
-        if instruction.target in SUMS:  # in place
-            for storage in dying.get(place, ()):
-                live.pop(storage, None)
-        live.update((s, recording.nbytes[s]) for v in _made(instruction) if (s := views[v].storage) in own)
-        peak_bytes = max(peak_bytes, sum(live.values()))
-        for storage in dying.get(place, ()):
-            live.pop(storage, None)
-    return peak_bytes
-
-
-def _made(instruction: Instruction) -> list[int]:
-    return [] if instruction.target is None else [v for v in instruction.outputs if v is not None]
-
-
-def _made_by(instructions: list[Instruction]) -> list[int]:
-    return [value for instruction in instructions for value in _made(instruction)]
-
-
-def _parts(backward: list[Instruction], value: int) -> tuple[list[int], Instruction | None]:
-    """Return the two gradients that ``value`` is the sum of, and the instruction that adds them, if there is one."""
-    for instruction in reversed(backward):
-        if instruction.target in SUMS and len(instruction.args) == 2 and not instruction.kwargs:
-            first, second = instruction.args
-            result = instruction.outputs[0] if instruction.target is SUM else getattr(first, "value", None)
-            if result == value and isinstance(first, Ref) and isinstance(second, Ref):
-                return [first.value, second.value], instruction
-    return [value], None
-
-
 class _InPlace:
     """Which ops are done in place (NOTE [Liveness], rule 3)."""
 
@@ -348,16 +295,6 @@ class _InPlace:
         return alone and alike and all(self._views[other].storage != view.storage for other in others)
 
 
-def _replayed_blocks(instructions: list[Instruction]) -> dict[int, tuple[bool, bool]]:
-    """Return, by place, whether a run from stashed random states begins there, and whether it is in one: from the first
-    random op of the run to its last."""
-    ends: dict[tuple[int, int], tuple[int, int]] = {}
-    for place, instruction in enumerate(instructions):
-        if instruction.replays is not None and instruction.random:
-            ends[instruction.replays] = ends.get(instruction.replays, (place, place))[0], place
-    return {p: (p == first, True) for first, last in ends.values() for p in range(first, last + 1)}
-
-
 def _fills(view: View) -> bool:
     """True if no two elements lie on each other."""
     dims = sorted((k, n) for n, k in zip(view.size, view.stride, strict=True) if n > 1)
@@ -377,6 +314,23 @@ def _like(views: list[View], devices: list[torch.device]) -> Callable[[Any], tor
         return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=devices[leaf.value])
 
     return like
+
+
+def _alive(
+    recording: Recording, instructions: list[Instruction], read: set[int], stashes: set[int] | None = None
+) -> list[Instruction]:
+    """Leave out what makes nothing that is read (NOTE [Liveness], rule 2)."""
+    read, alive = set(read), []
+    for instruction in reversed(instructions):
+        if instruction.target is None:
+            keep = stashes is None or instruction.outputs[0] in stashes
+        else:
+            keep = instruction.writes or instruction.random or not read.isdisjoint(instruction.outputs)
+            keep = keep or any(recording.views[v].storage in recording.written for v in instruction.reads)
+        if keep:
+            read.update(instruction.reads)
+            alive.append(instruction)
+    return alive[::-1]
 
 
 def _stash(devices: Sequence[torch.device]) -> replayed:

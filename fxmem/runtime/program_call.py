@@ -1,6 +1,12 @@
-"""One call of a program: an autograd Function, and what its backward needs.
+"""One call of a program: autograd Functions, and what their backward needs.
 
 In: the steps of a graph, a call's arguments, their program. Out: outputs behind gates, and gradients in a backward.
+
+NOTE [Nodes]
+
+Each part of the backward is a node of autograd's, so that gradients go where they belong when they are complete. The node
+of the first part, which returns the outputs, depends on that of the second through a tensor without elements, and so on:
+autograd runs them in this order, and none that it does not need. All of them drive one generator.
 
 NOTE [Gates]
 
@@ -12,32 +18,43 @@ it. :class:`_Taken` takes it out again for the tape's own graph.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import fx
 
 from fxmem.errors import SavedTensorModifiedError
-from fxmem.runtime.autocast import autocast_as_in_forward
+from fxmem.runtime.autocast import NOTHING, Autocast, autocast_as_in_forward
 from fxmem.runtime.backend_flags import present, under
+from fxmem.runtime.out_of_memory import explainer
 from fxmem.runtime.program import Program
 from fxmem.runtime.recompute import replayed, stash_random_states
 from fxmem.torch_patches import in_batched_backward, outside_of_batch
-from fxmem.torch_private import current_backward, keeps_graph, version_of, without_modes
+from fxmem.torch_private import (
+    at_end_of_backward,
+    current_backward,
+    keeps_graph,
+    version_of,
+    without_autocast,
+    without_modes,
+)
 
 
 class Steps(Protocol):
     """What a call needs to know of the steps of its graph."""
 
-    graph_module: fx.GraphModule
     refusal: str
     devices: tuple[torch.device, ...]
+    autocast: Autocast | None
     written: dict[str, torch.Tensor]
 
     def on_tape(
-        self, leaves: Sequence[Any], graph_module: fx.GraphModule, buffers: dict[str, torch.Tensor]
+        self,
+        leaves: Sequence[Any],
+        stands_for: Callable[[torch.Tensor], torch.Tensor],
+        buffers: dict[str, torch.Tensor],
     ) -> tuple[Sequence[Any], list[torch.Tensor]]:
         """Run the graph on the tape; return its outputs and what stands for the arguments that require grad."""
 
@@ -57,11 +74,24 @@ class ProgramCall:
         self.watched: list[torch.Tensor] = []
         """Outputs on whose memory saved values lie, without their graph."""
         self.versions: list[int] = []
+        self._explain = explainer()
         self._box: dict[tuple[int, int], torch.Tensor] = {}
+        self._going: dict[int, tuple[Iterator[None], list[Any]]] = {}
+        """By backward: what its parts drive, and where they find their gradients."""
 
-    def forward(self, arguments: tuple[torch.Tensor, ...]) -> list[Any]:
+    def run(self) -> list[Any]:
+        """Return the outputs (NOTE [Nodes])."""
+        arguments, parts, token = self.arguments, self.program.parts, None
+        for part in range(len(parts) - 1, -1, -1):
+            outputs = ProgramPart.apply(self, part, token, *[arguments[i] for i in parts[part]])  # type: ignore[no-untyped-call]
+            token = outputs
+        return gated(self.put, outputs)
+
+    def forward(self) -> list[Any]:
+        """Return the outputs, without gates."""
         program = self.program
-        outputs, self.saved = program.forward(*arguments)
+        with NOTHING if self.steps.autocast is None else without_autocast():
+            outputs, self.saved = program.forward(*self.arguments)
         self.watched = [outputs[place].detach() for place in program.shared]
         self.versions = self._versions()
         return outputs
@@ -78,13 +108,27 @@ class ProgramCall:
         """Take the gradient of an output (NOTE [Gates])."""
         self._box[current_backward(), place] = tangent
 
-    def gated(self, outputs: Sequence[Any]) -> list[Any]:
-        """Return ``outputs`` behind gates, which put their gradients here."""
-        return gated(self.put, outputs)
+    def backward(self, part: int) -> Sequence[torch.Tensor | None]:
+        """Return the gradients that ``part`` gives in the backward that runs."""
+        number = current_backward()
+        if part == 0:
+            self._going[number] = self._begun(number)
+            if len(self.program.parts) > 1:  # the backward may fail, or need not all of them
+                at_end_of_backward(partial(_forget, self._going, number))
+        driver, found = self._going.pop(number)
+        try:
+            next(driver, None)
+        except torch.OutOfMemoryError as error:
+            self._explain(error)
+            raise
+        if part < len(self.program.parts) - 1:
+            self._going[number] = driver, found
+        gradients = tuple(found)
+        found.clear()
+        return gradients
 
-    def backward(self) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of the arguments, in the backward that runs."""
-        program, keep, number = self.program, keeps_graph(), current_backward()
+    def _begun(self, number: int) -> tuple[Iterator[None], list[Any]]:
+        program, keep = self.program, keeps_graph()
         tangents = [self._box.pop((number, place), None) for place in range(len(program.tangents))]
         self._box.clear()  # of backwards that failed
         if self.leaves is None:
@@ -98,13 +142,23 @@ class ProgramCall:
                 "parameter, buffer, input or output of the model was written since its forward. Do the in-place write "
                 "after the backward, or on a clone."
             )
+        saved = list(self.saved) if keep else self.saved
+        found: list[Any] = []
         if self._is_other(tangents):
-            found = self._again(tangents)
+            saved.clear()
+            driver = self._given(self._again(tangents), found)
         else:
-            found = program.backward(list(self.saved) if keep else self.saved, self.arguments, tangents)
+            driver = program.backward(saved, self.arguments, tangents, found)
         if not keep:
             self.leaves, self.arguments, self.watched, self.saved = None, (), [], []
-        return found
+        return driver, found
+
+    def _given(self, gradients: Sequence[torch.Tensor | None], found: list[Any]) -> Iterator[None]:
+        """Hand over the gradients of the arguments in parts."""
+        last = {argument: part for part, given in enumerate(self.program.parts) for argument in given}
+        for part, given in enumerate(self.program.parts):
+            found += [gradients[i] if last.pop(i, -1) == part else None for i in given]
+            yield
 
     def _is_other(self, tangents: list[torch.Tensor | None]) -> bool:
         """True if the program is not for this backward (NOTE [What stays on the tape], rule 3)."""
@@ -134,27 +188,44 @@ class ProgramCall:
             stack.enter_context(outside_of_batch())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(under(self.switches))
-            stack.enter_context(autocast_as_in_forward(None, steps.devices))
+            stack.enter_context(autocast_as_in_forward(steps.autocast, steps.devices))
             if self.states is not None:
                 stack.enter_context(self.states)
             copies = {name: buffer.clone() for name, buffer in steps.written.items()}
-            outputs, aliases = steps.on_tape(self.leaves, steps.graph_module, copies)
+            outputs, aliases = steps.on_tape(self.leaves, lambda argument: argument.view_as(argument), copies)
         found = iter(through(outputs, aliases, tangents))
-        gradients = [next(found) if argument.requires_grad else None for argument in arguments]
-        return [*gradients, *[None] * len(self.program.twice)]
+        return [next(found) if argument.requires_grad else None for argument in arguments]
+
+
+def _forget(going: dict[int, tuple[Iterator[None], list[Any]]], number: int) -> None:
+    going.pop(number, None)
 
 
 def through(
     outputs: Sequence[Any], aliases: list[torch.Tensor], tangents: list[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
     """Return the gradients of ``aliases`` through the graph of ``outputs``; empties ``tangents``."""
+    create = torch.is_grad_enabled()
+    roots, ones = _roots(outputs, tangents)
+    return torch.autograd.grad(roots, aliases, ones, create_graph=create, allow_unused=True)
+
+
+def backward_through(outputs: list[Any], tangents: list[torch.Tensor | None]) -> None:
+    """Go backward from ``outputs``; empties both."""
+    roots, ones = _roots(outputs, tangents)
+    outputs.clear()
+    torch.autograd.backward(roots, ones)
+
+
+def _roots(
+    outputs: Sequence[Any], tangents: list[torch.Tensor | None]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return what to begin a backward with, whose gradients are ``tangents``, which are emptied (NOTE [Gates])."""
     box = {place: tangent for place, tangent in enumerate(tangents) if tangent is not None}
     tangents.clear()
-    create = torch.is_grad_enabled()
     with without_modes(), torch.enable_grad():
         roots = [_Taken.apply(box, place, outputs[place]) for place in box]  # type: ignore[no-untyped-call]
-        ones = [torch.ones_like(root) for root in roots]
-    return torch.autograd.grad(roots, aliases, ones, create_graph=create, allow_unused=True)
+        return roots, [torch.ones_like(root) for root in roots]
 
 
 def gated(put: Callable[[int, torch.Tensor], torch.Tensor | None], outputs: Sequence[Any]) -> list[Any]:
@@ -192,17 +263,21 @@ class _Taken(torch.autograd.Function):
         return None, None, ctx.box.pop(ctx.place)
 
 
-class ProgramStep(torch.autograd.Function):
-    """A step by its program."""
+class ProgramPart(torch.autograd.Function):
+    """A part of a call's backward (NOTE [Nodes])."""
 
     @staticmethod
-    def forward(ctx: Any, call: ProgramCall, *arguments: torch.Tensor) -> Any:
-        ctx.call = call
+    def forward(ctx: Any, call: ProgramCall, part: int, token: torch.Tensor | None, *_: torch.Tensor) -> Any:
+        ctx.call, ctx.part = call, part
         ctx.set_materialize_grads(False)
-        outputs = call.forward(call.arguments)
+        if part > 0:
+            return call.program.token.detach()
+        outputs = call.forward()
         ctx.mark_non_differentiable(*[outputs[place] for place in call.program.not_differentiable])
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor | None) -> Any:
-        return None, *ctx.call.backward()
+        call, part = ctx.call, ctx.part
+        token = call.program.token if part < len(call.program.parts) - 1 else None
+        return None, None, token, *call.backward(part)

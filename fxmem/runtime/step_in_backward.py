@@ -162,9 +162,9 @@ class LoopWatch:
 
     def note(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is complete. Errors: ``InputError`` if that is one more without a call of ``step``."""
-        if not self._stepped and _num_processes() > 1:
+        if not self._stepped and num_processes() > 1:
             raise InputError(
-                f"{_num_processes()} processes train together, and the parameters would be stepped before gradients are "
+                f"{num_processes()} processes train together, and the parameters would be stepped before gradients are "
                 f"averaged over them: {WITHOUT}"
             )
         if id(parameter) in self._stepped:
@@ -195,7 +195,8 @@ class LoopWatch:
         )
 
 
-def _num_processes() -> int:
+def num_processes() -> int:
+    """Return how many processes train together."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
