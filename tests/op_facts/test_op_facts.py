@@ -77,6 +77,7 @@ CALLED_BY_ANOTHER_NAME = {
     ("passes/chunk.py", "aten.reshape.default"),  # written into the graph
     ("passes/chunk.py", "aten.slice.Tensor"),
     ("runtime/recording.py", "aten.as_strided.default"),  # written into the program
+    ("fake/meta_fixups.py", "torch.ops.prim.device.default"),  # how a fake is asked for its device
 }
 """Ops that are named in one place and called in another, not decided about."""
 OP = re.compile(r"(torch\.ops\.\w+|_?(aten|prims?))\.\w+(\.\w+)?")
