@@ -98,8 +98,9 @@ def _key_of(func: Any, kind: str, args: Sequence[Any], kwargs: dict[str, Any]) -
     if type(first) not in (FakeTensor, list):
         return None
     parts: list[Any] = [func, torch.get_default_dtype()]
+    modes: set[Any] = set()
     try:
-        _note_all(args, parts, modes := set())
+        _note_all(args, parts, modes)
         for name, value in kwargs.items():
             parts.append(name)
             _note_all((value,), parts, modes)

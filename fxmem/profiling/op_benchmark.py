@@ -34,9 +34,9 @@ from fxmem.op_facts.lookup import by_op
 from fxmem.profiling.profile import NodeTimer, Profiled
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward
 from fxmem.runtime.layout import View
-from fxmem.runtime.recompute import NodeRecompute, SavedInRerun, leaves_of
+from fxmem.runtime.recompute import NodeRecompute, SavedInRerun
 from fxmem.runtime.scoped_ops import Scoped, op_of
-from fxmem.torch_private import OpOverload
+from fxmem.torch_private import OpOverload, leaves_of
 
 KIND = "times"
 MOST_RUNS = 5
