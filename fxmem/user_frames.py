@@ -31,6 +31,13 @@ def method_running(module: torch.nn.Module) -> str | None:
     return names[-1] if names else None
 
 
+def modules_called() -> Iterator[torch.nn.Module]:
+    """Yield the modules whose calls are on the stack, the innermost first."""
+    for frame in _frames(inspect.currentframe()):
+        if frame.f_code is torch.nn.Module.__call__.__code__:
+            yield frame.f_locals["self"]
+
+
 def frames_of_user(innermost: FrameType) -> Iterator[FrameType]:
     """Yield the frames from ``innermost`` outwards that run the user's code."""
     return (frame for frame in _frames(innermost) if not _is_machinery(frame))

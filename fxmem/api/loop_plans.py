@@ -23,6 +23,7 @@ from fxmem.api.step_watch import StepWatch
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import Phase, Plan
+from fxmem.partial import PartsGraph
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, peak_of
 from fxmem.profiling.seen_loss import OtherSizeError, SeenLoss
@@ -30,7 +31,7 @@ from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.joint import some_of
-from fxmem.user_frames import level_of_user
+from fxmem.user_frames import level_of_user, modules_called
 
 MOST_LOSSES = 4
 """That are seen anew, each at a size at which the one before does not run."""
@@ -100,19 +101,26 @@ class LoopPlans:
     def _is_bounded(self) -> bool:
         return self._settings.budget_bytes is not None or self._settings.budget_share is not None
 
+    def _is_inside_another(self) -> bool:
+        """True if the model runs in the call of a module that has parameters beside its own: it is a part of that."""
+        own_ids = set(map(id, self._model.parameters()))
+        return any(id(p) not in own_ids for module in modules_called() for p in module.parameters())
+
     def _note(self, compiled: Compiled, inputs: Inputs, leaves: Sequence[Any]) -> None:
         """Note the outputs of a training call."""
         if self._is_bounded:
             call = self._watch.note(leaves)
-            if self._loss_watch is not None and isinstance(compiled.captured, CaptureGraph):
+            if self._loss_watch is not None and self._is_inside_another():
+                self._loss_watch = None  # what comes after is the rest of that model, not a loss
+            if self._loss_watch is not None and isinstance(compiled.captured, CaptureGraph | PartsGraph):
                 self._loss_watch.note_call(call, compiled.captured.parameters, inputs.leaves, leaves)
 
     def for_call(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for a training call, compiling it on first sight. Errors: as :func:`fxmem.optimize` tells
         of the step asked for."""
         latest = self.asked.latest
-        if not self._is_bounded or latest is None or not isinstance(latest.captured, CaptureGraph):
-            self._watch.look()  # a model in parts is planned for the step asked for alone
+        if not self._is_bounded or latest is None or not isinstance(latest.captured, CaptureGraph | PartsGraph):
+            self._watch.look()  # pieces of a batch are planned for the step asked for alone
             return self._compiled(self._settings.step, inputs, autocast)
         held_bytes = self._watch.look()
         if self._watch.is_new_step:
@@ -199,7 +207,10 @@ class LoopPlans:
     def _peak_of(self, compiled: Compiled, step: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> int:
         """Return the peak in bytes of ``step`` under what is compiled for another one."""
         settings = replace(self._settings, step=self.asked.with_targets(step))
-        return peak_of(compiled, CompileContext(self._model, inputs, settings, autocast))
+        context = CompileContext(self._model, inputs, settings, autocast)
+        if isinstance(compiled.captured, PartsGraph):
+            return compiled.captured.peak_of(context)
+        return peak_of(compiled, context)
 
     def _look_at_loss(self) -> None:
         """Take note of a loss that was seen in the step before."""
@@ -255,6 +266,8 @@ class LoopPlans:
         return any(parameter.grad is not None for parameter in self._looked_at[1])
 
     def _room(self, compiled: Compiled) -> int:
+        if isinstance(compiled.captured, PartsGraph):  # of which no timeline is known
+            return (compiled.report.budget_bytes or 0) - compiled.report.predicted_peak_bytes
         if self._roomy[0] is not compiled:
             steps = report_planned_for(compiled).timeline.steps
             most = max((step.live_bytes for step in steps if step.phase is Phase.FORWARD), default=0)
