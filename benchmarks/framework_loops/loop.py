@@ -22,8 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fxmem
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
-from fxmem.torch_private import FakeTensor
 
+OPTIONS: dict[str, Any] = {"plan_seconds": 1.0, "cost": "cpu"}
+"""Beside the budget: plans are looked for shortly, for estimated times."""
 WARM_STEPS = 2
 """Steps before peaks are measured: one shows the loop, the next is planned for."""
 
@@ -52,19 +53,19 @@ class Run:
         self.begin(model)
         if self.budget_bytes is None:
             return model
-        self.model = fxmem.optimize(model, *example, budget=self.budget_bytes, **options)
+        self.model = fxmem.optimize(model, *example, budget=self.budget_bytes, **OPTIONS, **options)
         return self.model
 
     def optimize_(self, model: nn.Module, **options: Any) -> None:
         """As :meth:`optimize`, in place."""
         self.begin(model)
         if self.budget_bytes is not None:
-            fxmem.optimize_(model, budget=self.budget_bytes, **options)
+            fxmem.optimize_(model, budget=self.budget_bytes, **OPTIONS, **options)
 
     def callbacks(self, kind: Callable[..., Any], model: nn.Module, **options: Any) -> list[Any]:
         """Return the callback of ``kind`` for ``model``, if this run is fxmem's."""
         self.begin(model)
-        return [] if self.budget_bytes is None else [kind(budget=self.budget_bytes, **options)]
+        return [] if self.budget_bytes is None else [kind(budget=self.budget_bytes, **OPTIONS, **options)]
 
     def note(self, *values: Any) -> None:
         """Note losses, or other values."""
@@ -86,8 +87,6 @@ class Run:
             self._tracker = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"]):
-            return  # planning
         self.num_steps += 1
         if self._tracker is not None:
             self.peak_bytes = max(self.peak_bytes, self._tracker.peak_bytes)

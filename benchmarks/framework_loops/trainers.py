@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.framework_loops.loop import Run, loop
+from benchmarks.framework_loops.loop import OPTIONS, Run, loop
 
 WIDTH = 32
 
@@ -200,7 +200,7 @@ def gan(run: Run) -> None:
     generator, critic = net(), net()
     both = nn.ModuleList([generator, critic])
     if run.budget_bytes is not None:
-        both = nn.ModuleList([fxmem.optimize(part, budget="60%") for part in both])
+        both = nn.ModuleList([fxmem.optimize(part, budget="60%", **OPTIONS) for part in both])
     run.begin(both)
     generator, critic = both
     optimizers = [torch.optim.Adam(part.parameters(), lr=1e-3) for part in both]
