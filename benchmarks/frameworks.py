@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,6 +30,7 @@ PATH = RESULTS / "frameworks.json"
 FILES = ("hugging_face", "vision", "trainers", "science")
 """Of :mod:`benchmarks.framework_loops`, in the order of the table."""
 MARK = "ROW "
+HERE = ("-m", "benchmarks.frameworks", "--here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +70,21 @@ def main() -> int:
     given = parser.parse_args()
     if given.here:
         return _here(given.files, given.only)
-    kept = json.loads(PATH.read_text()) if PATH.exists() else {"rows": [], "ranks": []}
-    kept["machine"] = machine()
     if given.ranks:
-        command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks.framework_loops.ranks"]
-        kept["ranks"] = _lines_of(command)
+        _write(_kept() | {"ranks": [*ranks()]})
     else:
-        rows = {(row["framework"], row["loop"]): row for row in kept["rows"]}
         for file in given.files:
-            command = ["-m", "benchmarks.frameworks", "--here", "--files", file, "--only", given.only]
-            rows |= {(row["framework"], row["loop"]): row for row in _lines_of(command)}
-        kept["rows"] = list(rows.values())
-    _write(kept)
+            for row in _lines_of([*HERE, "--files", file, "--only", given.only]):
+                kept = _kept()
+                by_name = {(each["framework"], each["loop"]): each for each in (*kept["rows"], row)}
+                _write(kept | {"rows": list(by_name.values())})
     print(page())
     return 0
+
+
+def _kept() -> dict[str, Any]:
+    kept = json.loads(PATH.read_text()) if PATH.exists() else {"rows": [], "ranks": []}
+    return {**kept, "machine": machine()}
 
 
 def _write(kept: dict[str, Any]) -> None:
@@ -92,12 +95,20 @@ def _write(kept: dict[str, Any]) -> None:
     PATH.write_text(f'{{"machine": {json.dumps(kept["machine"])},\n {", ".join(tables)}}}\n', encoding="utf-8")
 
 
-def _lines_of(command: list[str]) -> list[dict[str, Any]]:
-    """Return the rows that Python prints when it runs ``command`` in a process of its own."""
+def ranks() -> Iterator[dict[str, Any]]:
+    """Yield the rows of :mod:`benchmarks.framework_loops.ranks`, run by two processes."""
+    return _lines_of(["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks.framework_loops.ranks"])
+
+
+def _lines_of(command: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows that Python prints when it runs ``command`` in a process of its own."""
     env = {**os.environ, "FXMEM_CACHE": "0", "FXMEM_MEASURE": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    done = subprocess.run([sys.executable, *command], env=env, stdout=subprocess.PIPE, text=True, check=False)
-    return [json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK)]
+    with subprocess.Popen([sys.executable, *command], env=env, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith(MARK):
+                yield json.loads(line.removeprefix(MARK))
 
 
 # -- one loop --------------------------------------------------------------------------------------------------------------
@@ -235,10 +246,11 @@ def page() -> str:
         "Each loop trains a small model on the CPU, without fxmem and with the one line that a user would type first; the "
         "code is in `benchmarks/framework_loops`. *Same bits*: losses, weights, buffers and gradients. *eager MB*: the "
         "peak of storages without fxmem, from the second step of the optimizer on, all that the framework holds included; "
-        "the budget is a share of it. *saved*: names, keys and contents of what the loop saves.",
+        "the budget is a share of it. *saved*: names, keys and contents of what the loop saves. Plans are those of the "
+        "quick planner, `chen`.",
         "",
         f"{len(trained)} of {len(rows)} loops train, {sum(bool(row.same_bits) for row in trained)} of them with the same "
-        f"bits, {len(trained) - len(over)} within the budget. What is refused says what to do, and that was done.",
+        f"bits, {len(trained) - len(over)} within the budget. Where a loop is refused, what the error says was done.",
         "",
         tabulate([_cells(row) for row in rows], headers=HEADERS, tablefmt="github", disable_numparse=True),
         "",

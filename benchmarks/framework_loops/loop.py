@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import fxmem
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 
-OPTIONS: dict[str, Any] = {"plan_seconds": 1.0, "cost": "cpu"}
-"""Beside the budget: plans are looked for shortly, for estimated times."""
+OPTIONS: dict[str, Any] = {"planner": "chen", "cost": "cpu"}
+"""Beside the budget: how plans are looked for, quickly and for estimated times. Nothing else depends on it."""
 WARM_STEPS = 2
 """Steps before peaks are measured: one shows the loop, the next is planned for."""
 
@@ -183,21 +183,27 @@ def unequal_files(eager: Path, ours: Path) -> list[str] | None:
         return None
     names = [str(name) for name in files[0].keys() ^ files[1].keys()]
     both = sorted(files[0].keys() & files[1].keys())
-    return names + [str(name) for name in both if not _same_contents(files[0][name], files[1][name])]
+    return names + [str(name) for name in both if not _same_contents((eager, ours), name)]
 
 
-def _same_contents(a: Path, b: Path) -> bool:
-    if a.suffix == ".safetensors":
-        return a.read_bytes() == b.read_bytes()
-    if a.suffix in (".pt", ".ckpt", ".bin", ".pth"):
-        return same(*(torch.load(path, weights_only=False) for path in (a, b)))
-    if a.suffix == ".json":
-        return same(*(_without_times(json.loads(path.read_text())) for path in (a, b)))
-    return True
+def _same_contents(folders: tuple[Path, Path], name: Path) -> bool:
+    files = [folder / name for folder in folders]
+    if name.suffix == ".safetensors":
+        return files[0].read_bytes() == files[1].read_bytes()
+    if name.suffix in (".pt", ".ckpt", ".bin", ".pth"):
+        read = [torch.load(path, weights_only=False) for path in files]
+    elif name.suffix == ".json":
+        read = [json.loads(path.read_text()) for path in files]
+    else:
+        return True
+    return same(*(_without_place_and_time(values, str(folder)) for values, folder in zip(read, folders, strict=True)))
 
 
-def _without_times(values: Any) -> Any:
+def _without_place_and_time(values: Any, folder: str) -> Any:
     if isinstance(values, dict):
-        moving = ("runtime", "per_second", "time", "date", "path", "version", "checkpoint")
-        return {k: _without_times(v) for k, v in values.items() if not any(word in k for word in moving)}
-    return [_without_times(v) for v in values] if isinstance(values, list) else values
+        named = {str(key).replace(folder, ""): _without_place_and_time(each, folder) for key, each in values.items()}
+        moving = ("runtime", "per_second", "time", "date", "version")
+        return {key: each for key, each in named.items() if not any(word in key for word in moving)}
+    if isinstance(values, list | tuple):
+        return [_without_place_and_time(each, folder) for each in values]
+    return values.replace(folder, "") if isinstance(values, str) else values
