@@ -7,10 +7,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
 _MACHINERY = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules["fxmem"]))
+
+_MODULE_CALL: Any = torch.nn.Module.__call__
 
 
 def level_of_user() -> int:
@@ -34,7 +37,7 @@ def method_running(module: torch.nn.Module) -> str | None:
 def modules_called() -> Iterator[torch.nn.Module]:
     """Yield the modules whose calls are on the stack, the innermost first."""
     for frame in _frames(inspect.currentframe()):
-        if frame.f_code is torch.nn.Module.__call__.__code__:
+        if frame.f_code is _MODULE_CALL.__code__:
             yield frame.f_locals["self"]
 
 
