@@ -18,8 +18,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -27,7 +27,6 @@ import torch
 from torch import fx
 
 from fxmem.capture.advice import Part, capturable_parts, num_elements
-from fxmem.capture.dynamic_batch import without_values
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.emitted import Emitted, bound_bytes, emit_point
 from fxmem.errors import CaptureError, ChangedArgumentError, InfeasibleBudgetError
@@ -60,10 +59,6 @@ class PartsGraph:
     runs: tuple[tuple[torch.nn.Module, RunPart], ...]
     autocast: Autocast | None
     parameters: tuple[torch.nn.Parameter, ...]
-    emitted: tuple[tuple[torch.nn.Module, CaptureGraph, fx.GraphModule], ...]
-    """Each part with its graph and what was emitted for it."""
-    answer: bool
-    """What conditions are taken to be that only a run can tell."""
     dynamic: Dims = frozenset()
 
     def run(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
@@ -76,15 +71,6 @@ class PartsGraph:
     def serves(self, inputs: Inputs) -> bool:
         """True: the model itself looks at values."""
         return True
-
-    def step_of(self, context: CompileContext) -> FakeStep:
-        """Return the step that ``context`` asks for, under the plans of the parts."""
-        return step_in_parts(self.model, self.emitted, context.inputs, context.step, self.autocast, self.answer)
-
-    def peak_of(self, context: CompileContext) -> int:
-        """Return what a budget bounds of that step, in bytes."""
-        ran = self.step_of(context)
-        return bound_bytes(ran.peak_bytes, ran.events.peaks() if _is_on_cuda(self.model) else None, context.settings)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -100,14 +86,6 @@ class _PlannedPart:
     context: CompileContext
     profiled: Profiled
     points: tuple[FrontierPoint, ...]
-    _emitted: dict[int, Emitted] = field(default_factory=dict, compare=False)
-    """By the id of a point."""
-
-    def emitted(self, point: FrontierPoint) -> Emitted:
-        """Return the part's graph under one of :attr:`points`."""
-        if id(point) not in self._emitted:
-            self._emitted[id(point)] = emit_point(self.profiled, self.context, point)
-        return self._emitted[id(point)]
 
     def weight(self, point: FrontierPoint, num_others: int) -> int:
         """Return what ``point`` weighs beside ``num_others`` other calls of parts, in bytes."""
@@ -125,22 +103,6 @@ class _PlannedPart:
         return choices
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedParts:
-    """The parts of a model that cannot be captured whole, with the plans that there are for each; of any step."""
-
-    parts: tuple[_PlannedPart, ...]
-    answer: bool
-    """What conditions are taken to be that only a run can tell."""
-    refused: CaptureError
-    """Why the whole was."""
-
-    @property
-    def graphs(self) -> list[CaptureGraph]:
-        """Those of the parts."""
-        return [each.profiled.captured for each in self.parts]
-
-
 @dataclass(slots=True)
 class _Search:
     """Steps of the whole model, by price of a byte."""
@@ -149,6 +111,7 @@ class _Search:
     parts: tuple[_PlannedPart, ...]
     on_cuda: bool
     answer: bool
+    """What conditions are taken to be that only a run can tell."""
 
     def choices(self) -> list[list[tuple[int, FrontierPoint]]]:
         """Return each part's points to choose from, with their weights."""
@@ -169,7 +132,7 @@ class _Search:
             return weight if price == math.inf else point.recompute_seconds + price * weight
 
         chosen = [min(choices, key=cost)[1] for choices in self.choices()]
-        return [part.emitted(point) for part, point in zip(self.parts, chosen, strict=True)]
+        return [emit_point(p.profiled, p.context, point) for p, point in zip(self.parts, chosen, strict=True)]
 
     def step_of(self, emitted: Sequence[Emitted]) -> FakeStep:
         """Return the step of the whole; of the model as it is, where nothing is ``emitted``."""
@@ -206,12 +169,13 @@ class _Search:
         return tried[high]
 
 
-def plan_parts(context: CompileContext, refused: CaptureError) -> PlannedParts:
-    """Return the largest parts of ``context``'s model, of which the whole was ``refused``, with plans for each.
+def compile_in_parts(context: CompileContext, refused: CaptureError, serve: Serve) -> Compiled:
+    """Return ``context``'s model, of which the whole was ``refused``, with its largest parts planned under one budget.
 
     Errors: ``refused``, where no part can be captured and spares memory, or the model does not run on fakes to its end, so
-    that nothing bounds its step.
+    that nothing bounds its step; ``InfeasibleBudgetError``.
     """
+    start = time.perf_counter()
     strided = all(tensor.layout is torch.strided for tensor in context.inputs.tensors)
     found, answer = capturable_parts(context.model, context.inputs, context.autocast) if strided else ((), None)
     if not found or isinstance(refused, ChangedArgumentError):
@@ -221,61 +185,28 @@ def plan_parts(context: CompileContext, refused: CaptureError) -> PlannedParts:
     parts = tuple(planned for part in found if len((planned := _planned(part, context)).choices(1)) > 1)
     if not parts:  # nothing in them can be dropped
         raise refused
-    return PlannedParts(parts, answer, refused)
-
-
-def compile_in_parts(context: CompileContext, planned: PlannedParts, serve: Serve, *, telling: bool) -> Compiled:
-    """Return ``context``'s model with its parts under one budget for the step that is asked for. ``telling``: warn that it
-    is not planned as a whole. Errors: ``InfeasibleBudgetError``.
-    """
-    start = time.perf_counter()
-    parts = planned.parts
-    search = _Search(context, parts, _is_on_cuda(context.model), planned.answer)
+    on_cuda = any(p.is_cuda for p in context.model.parameters())
+    search = _Search(context, parts, on_cuda, answer)
     eager = search.step_of(())
     if context.settings.budget_share is not None:
         context = context.with_settings(budget_bytes=int(context.settings.budget_share * search.bound_of(eager)))
         search.context = context
-    chosen, ran = search.cheapest_within(context.settings.budget_bytes)
-    said = _said(context.model, parts, planned.refused)
-    if telling:
-        warnings.warn(said, stacklevel=level_of_user())
-    runs, reports, emitted = [], [], []
+    emitted, ran = search.cheapest_within(context.settings.budget_bytes)
+    said = _said(context.model, parts, refused)
+    warnings.warn(said, stacklevel=level_of_user())
+    runs, reports = [], []
     whole = fx.GraphModule(torch.nn.Module(), fx.Graph())
-    for each, own in zip(parts, chosen, strict=True):
-        report = _report_of_part(each, own)
-        compiled = Compiled(own.graph_module, each.profiled.captured, own.point.plan, report)
-        settings = replace(each.context.settings, budget_bytes=own.point.peak_bytes)
-        runs.append((each.part.module, serve(each.part, settings, compiled)))
-        emitted.append((each.part.module, each.profiled.captured, own.graph_module))
+    for planned, chosen in zip(parts, emitted, strict=True):
+        report = _report_of_part(planned, chosen)
+        compiled = Compiled(chosen.graph_module, planned.profiled.captured, chosen.point.plan, report)
+        settings = replace(planned.context.settings, budget_bytes=chosen.point.peak_bytes)
+        runs.append((planned.part.module, serve(planned.part, settings, compiled)))
         reports.append(report)
-        whole.add_module(each.part.path.replace(".", "_"), own.graph_module)
+        whole.add_module(planned.part.path.replace(".", "_"), chosen.graph_module)
     parameters = tuple(context.model.parameters())
-    graph = PartsGraph(
-        context.model, context.inputs.spec, tuple(runs), context.autocast, parameters, tuple(emitted), planned.answer
-    )
+    graph = PartsGraph(context.model, context.inputs.spec, tuple(runs), context.autocast, parameters)
     report = _report(search, reports, ran, eager, said, time.perf_counter() - start)
-    return Compiled(whole, cast(CaptureGraph, graph), chosen[0].point.plan, report)
-
-
-def in_step(compiled: Compiled, context: CompileContext) -> Compiled:
-    """Return what is compiled in parts as it serves the step of ``context``, which it was not planned for."""
-    graph, context = cast(PartsGraph, compiled.captured), context.without_values()
-
-    @cache
-    def report() -> Report:
-        eager = step_in_parts(graph.model, (), context.inputs, context.step, graph.autocast, graph.answer)
-        return replace(
-            compiled.report,
-            predicted_peak_bytes=graph.step_of(context).peak_bytes,
-            eager_peak_bytes=eager.peak_bytes,
-            notes=(*compiled.report.notes, "runs under the plan of another step"),
-        )
-
-    return replace(compiled, _report=report)
-
-
-def _is_on_cuda(model: torch.nn.Module) -> bool:
-    return any(p.is_cuda for p in model.parameters())
+    return Compiled(whole, cast(CaptureGraph, graph), emitted[0].point.plan, report)
 
 
 def _said(model: torch.nn.Module, parts: Sequence[_PlannedPart], refused: CaptureError) -> str:
@@ -303,7 +234,6 @@ def _planned(part: Part, context: CompileContext) -> _PlannedPart:
     timeline = simulate(profile, plan)
     least_kept = FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds)
     points = frontier_of(profile, own)
-    own, part = own.without_values(), replace(part, inputs=without_values(part.inputs))
     return _PlannedPart(part, own, profiled, (*points, least_kept) if "recompute" in own.settings.allow else points)
 
 

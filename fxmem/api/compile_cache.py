@@ -25,7 +25,7 @@ from fxmem.capture.written_state import Before
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
 from fxmem.ir import Plan
 from fxmem.microbatch import compile_in_pieces
-from fxmem.partial import PartsGraph, PlannedParts, RunPart, Serve, compile_in_parts, in_step, plan_parts, run_part
+from fxmem.partial import RunPart, Serve, compile_in_parts, run_part
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
@@ -62,14 +62,12 @@ class CompileCache:
         self._constants: set[Any] = set()
         self._of_parts: dict[str, CompileCache] = {}
         """By path, where the model cannot be captured whole."""
-        self._parts: dict[tuple[Any, ...], PlannedParts] = {}
-        """By signature, where the model cannot be captured whole."""
 
     def for_step(self, step: TrainingStep) -> CompileCache:
-        """Return a cache for another step of the same model, which shares captured graphs, parts that are planned, targets
-        and the numbers of the model's states with this one."""
+        """Return a cache for another step of the same model, which shares captured graphs, targets and the numbers of the
+        model's states with this one."""
         other = CompileCache(self._model, replace(self._settings, step=self.with_targets(step)))
-        other._states, other._parts = self._states, self._parts
+        other._states = self._states
         other._expected = self._expected
         other._families = {kind: family.without_plans() for kind, family in self._families.items()}
         return other
@@ -175,12 +173,9 @@ class CompileCache:
         """Return what is compiled for another step, planned at the size of ``inputs``, as it serves this one: its peak is
         within the budget in it too."""
         context = CompileContext(self._model, inputs, self._settings, autocast)
-        if isinstance(compiled.captured, PartsGraph):
-            adopted = in_step(compiled, context)
-        else:
-            adopted = taken_over(context, compiled, "of another step")
-            self._family(inputs, autocast).plans.append(SizedPlan(adopted, shapes_of(inputs)))
+        adopted = taken_over(context, compiled, "of another step")
         self._compiled.setdefault(self._signature(inputs, autocast), []).append(adopted)
+        self._family(inputs, autocast).plans.append(SizedPlan(adopted, shapes_of(inputs)))
         self.latest = adopted
         return adopted
 
@@ -208,8 +203,6 @@ class CompileCache:
             specializations[:] = [compiled for compiled in specializations if holds(compiled.captured)]
         for key in [key for key, family in self._families.items() if not family.outlives(holds)]:
             del self._families[key]
-        for key in [key for key, parts in self._parts.items() if not all(map(holds, parts.graphs))]:
-            del self._parts[key]
 
     def _warn_of_many(self, inputs: Inputs, specializations: list[Compiled]) -> None:
         """Warn where what is planned for anew again and again could be told apart by tensors."""
@@ -279,15 +272,12 @@ class CompileCache:
     def _compile(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
         self._settings = self._settings.seen_with(inputs.leaves)
-        family, signature = self._family(inputs, autocast), self._signature(inputs, autocast)
-        context = CompileContext(self._model, inputs, self._settings, autocast)
-        if signature in self._parts:
-            return compile_in_parts(context, self._parts[signature], self._serve_part(autocast), telling=False)
+        family = self._family(inputs, autocast)
         try:
             captured = family.graph_for(self._model, inputs, autocast)
         except CaptureError as refused:
-            parts = self._parts[signature] = plan_parts(context, refused)
-            return compile_in_parts(context, parts, self._serve_part(autocast), telling=True)
+            context = CompileContext(self._model, inputs, self._settings, autocast)
+            return compile_in_parts(context, refused, self._serve_part(autocast))
         larger = family.larger(inputs, captured) if self._settings.budget_share is None else None
         if larger is not None:
             with suppress(InfeasibleBudgetError):  # its own size may fit

@@ -23,7 +23,6 @@ from fxmem.api.step_watch import StepWatch
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import Phase, Plan
-from fxmem.partial import PartsGraph
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, peak_of
 from fxmem.profiling.seen_loss import OtherSizeError, SeenLoss
@@ -112,15 +111,15 @@ class LoopPlans:
             call = self._watch.note(leaves)
             if self._loss_watch is not None and self._is_inside_another():
                 self._loss_watch = None  # what comes after is the rest of that model, not a loss
-            if self._loss_watch is not None and isinstance(compiled.captured, CaptureGraph | PartsGraph):
+            if self._loss_watch is not None and isinstance(compiled.captured, CaptureGraph):
                 self._loss_watch.note_call(call, compiled.captured.parameters, inputs.leaves, leaves)
 
     def for_call(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for a training call, compiling it on first sight. Errors: as :func:`fxmem.optimize` tells
         of the step asked for."""
         latest = self.asked.latest
-        if not self._is_bounded or latest is None or not isinstance(latest.captured, CaptureGraph | PartsGraph):
-            self._watch.look()  # pieces of a batch are planned for the step asked for alone
+        if not self._is_bounded or latest is None or not isinstance(latest.captured, CaptureGraph):
+            self._watch.look()  # a model in parts is planned for the step asked for alone
             return self._compiled(self._settings.step, inputs, autocast)
         held_bytes = self._watch.look()
         if self._watch.is_new_step:
@@ -207,10 +206,7 @@ class LoopPlans:
     def _peak_of(self, compiled: Compiled, step: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> int:
         """Return the peak in bytes of ``step`` under what is compiled for another one."""
         settings = replace(self._settings, step=self.asked.with_targets(step))
-        context = CompileContext(self._model, inputs, settings, autocast)
-        if isinstance(compiled.captured, PartsGraph):
-            return compiled.captured.peak_of(context)
-        return peak_of(compiled, context)
+        return peak_of(compiled, CompileContext(self._model, inputs, settings, autocast))
 
     def _look_at_loss(self) -> None:
         """Take note of a loss that was seen in the step before."""
@@ -266,8 +262,6 @@ class LoopPlans:
         return any(parameter.grad is not None for parameter in self._looked_at[1])
 
     def _room(self, compiled: Compiled) -> int:
-        if isinstance(compiled.captured, PartsGraph):  # of which no timeline is known
-            return (compiled.report.budget_bytes or 0) - compiled.report.predicted_peak_bytes
         if self._roomy[0] is not compiled:
             steps = report_planned_for(compiled).timeline.steps
             most = max((step.live_bytes for step in steps if step.phase is Phase.FORWARD), default=0)

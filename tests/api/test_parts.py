@@ -1,7 +1,6 @@
 """A part of a model optimized, and what of a model cannot be captured whole."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 import fxmem
 from tests.api.models import WIDTH, assert_same, batch, build, step
-from tests.tiers import representatives
 
 # -- a part of a model -------------------------------------------------------------------------------------------------
 
@@ -127,54 +125,3 @@ def test_a_model_that_looks_at_values_is_planned_in_parts_under_one_budget() -> 
     with pytest.raises(fxmem.InfeasibleBudgetError, match="the step of Gated, of which 2 parts are planned") as info:
         fxmem.optimize(copy.deepcopy(eager), x, budget=floor - 1, **QUICK)
     assert info.value.least_bytes == floor
-
-
-class Scored(Gated):
-    """With a head, so that a loss outside weighs something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 8 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(super().forward(x))
-
-
-def micro_batches(model: nn.Module, x: Tensor) -> None:
-    for _ in range(2):
-        output = model(x)
-        output.sum().backward()
-        del output
-
-
-def loss_outside(model: nn.Module, x: Tensor) -> None:
-    output = model(x)
-    loss = nn.functional.cross_entropy(output, output.detach().argmax(-1))
-    loss.backward()
-
-
-def two_forwards(model: nn.Module, x: Tensor) -> None:
-    one, other = model(x), model(x + 1)
-    (one.sum() + other.sum()).backward()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", representatives((micro_batches, loss_outside, two_forwards), micro_batches))
-def test_a_model_in_parts_is_planned_for_the_loop_that_is_seen(loop: Callable[[nn.Module, Tensor], None]) -> None:
-    torch.manual_seed(0)
-    eager, x = Scored(), batch()
-    eager.gates[0].weigh.bias.data.fill_(-10.0)
-    model = copy.deepcopy(eager)
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        optimized = fxmem.optimize(model, x, budget="80%", **QUICK)
-        for _ in range(3):
-            optimized.zero_grad()
-            with fxmem.track(model, x) as memory:
-                loop(optimized, x)
-    assert [str(each.message).partition(",")[0] for each in heard] == ["Scored is planned in parts"], "told once"
-    report = optimized.fxmem.report
-    assert 0.99 * report.predicted_peak_bytes <= memory.peak_bytes <= report.predicted_peak_bytes
-    assert report.predicted_peak_bytes <= report.budget_bytes < report.eager_peak_bytes
-    loop(eager, x)
-    assert_same(eager, model)
