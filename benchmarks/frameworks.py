@@ -255,7 +255,7 @@ def page() -> str:
         tabulate([_cells(row) for row in rows], headers=HEADERS, tablefmt="github", disable_numparse=True),
         "",
     ]
-    return "\n".join(lines + _ranks(kept.get("ranks", [])))
+    return "\n".join(lines + (_ranks(kept["ranks"]) if kept["ranks"] else []))
 
 
 def _cells(row: FrameworkRow) -> list[str]:
