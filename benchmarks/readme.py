@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks import ablation as ablation_of_stages
-from benchmarks import ablation_runtime
+from benchmarks import ablation_runtime, frameworks
 from benchmarks.compare import EAGER_PEERS, Verdict, verdicts_of
 from benchmarks.frontier import PEERS
 from benchmarks.measure import Row
@@ -351,7 +351,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 FILLED = ("README.md", "docs/results.md")
 """Texts with sections between markers."""
-PAGES = {"comparison.md": comparison_page, "published.md": published_page}
+PAGES = {"comparison.md": comparison_page, "published.md": published_page, "frameworks.md": frameworks.page}
 
 
 def filled(text: str) -> str:

@@ -7,10 +7,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
 _MACHINERY = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules["fxmem"]))
+
+_MODULE_CALL: Any = torch.nn.Module.__call__
 
 
 def level_of_user() -> int:
@@ -29,6 +32,13 @@ def method_running(module: torch.nn.Module) -> str | None:
         if not _is_machinery(frame) and _first_argument(frame) is module
     ]
     return names[-1] if names else None
+
+
+def modules_called() -> Iterator[torch.nn.Module]:
+    """Yield the modules whose calls are on the stack, the innermost first."""
+    for frame in _frames(inspect.currentframe()):
+        if frame.f_code is _MODULE_CALL.__code__:
+            yield frame.f_locals["self"]
 
 
 def frames_of_user(innermost: FrameType) -> Iterator[FrameType]:

@@ -30,7 +30,7 @@ from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.joint import some_of
-from fxmem.user_frames import level_of_user
+from fxmem.user_frames import level_of_user, modules_called
 
 MOST_LOSSES = 4
 """That are seen anew, each at a size at which the one before does not run."""
@@ -112,10 +112,17 @@ class LoopPlans:
     def _is_bounded(self) -> bool:
         return self._settings.budget_bytes is not None or self._settings.budget_share is not None
 
+    def _is_inside_another(self) -> bool:
+        """True if the model runs in the call of a module that has parameters beside its own: it is a part of that."""
+        own_ids = set(map(id, self._model.parameters()))
+        return any(id(p) not in own_ids for module in modules_called() for p in module.parameters())
+
     def _note(self, compiled: Compiled, inputs: Inputs, leaves: Sequence[Any]) -> None:
         """Note the outputs of a training call."""
         if self._is_bounded:
             call = self._watch.note(leaves)
+            if self._loss_watch is not None and self._is_inside_another():
+                self._loss_watch = None  # what comes after is the rest of that model, not a loss
             if self._loss_watch is not None and isinstance(compiled.captured, CaptureGraph):
                 self._loss_watch.note_call(call, compiled.captured.parameters, inputs.leaves, leaves)
 

@@ -19,7 +19,13 @@ from fxmem.fake.python_state import PythonState, modules_held
 from fxmem.fake.stand_in import stand_in, stands_for
 from fxmem.op_facts.kinds import ReadsScalar
 from fxmem.op_facts.lookup import by_op
-from fxmem.torch_patches import ctc_losses, fakes_for_each, grouped_matmuls, no_value_checks
+from fxmem.torch_patches import (
+    ctc_losses,
+    fakes_for_each,
+    grouped_matmuls,
+    no_value_checks,
+    without_optimizer_hooks,
+)
 from fxmem.torch_private import FakeTensor, FakeTensorMode, storage_key, tree_map_only
 
 
@@ -143,6 +149,7 @@ class FakeWorld:
             stack.enter_context(grouped_matmuls())
             stack.enter_context(ctc_losses())
             stack.enter_context(fakes_for_each())
+            stack.enter_context(without_optimizer_hooks())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 

@@ -27,7 +27,7 @@ from fxmem.torch_patches.calls import (
 from fxmem.torch_patches.dynamo import without_dynamo
 from fxmem.torch_patches.export import compiler_says_eager, nodes_shown_to, quiet, regions_left, tracing_answered_by
 from fxmem.torch_patches.fakes import ctc_losses, grouped_matmuls, no_value_checks
-from fxmem.torch_patches.optimizers import clipping_refused, fakes_for_each, steady_scaler
+from fxmem.torch_patches.optimizers import clipping_refused, fakes_for_each, steady_scaler, without_optimizer_hooks
 from fxmem.torch_patches.replacing import PATCHES
 from fxmem.torch_patches.stand_in import cuda_asked, cuda_for_fakes, kernels_on_cuda
 
@@ -63,4 +63,5 @@ __all__ = [
     "without_cached_parametrizations",
     "without_dynamo",
     "without_hooks_on_saved_tensors",
+    "without_optimizer_hooks",
 ]

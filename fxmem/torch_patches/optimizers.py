@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import _foreach_supported_types
+from torch.optim.optimizer import _foreach_supported_types, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fxmem.torch_patches.replacing import patch, replaced_here
 from fxmem.torch_private import FakeTensor
@@ -28,6 +28,25 @@ def fakes_for_each() -> Iterator[None]:
         yield
     finally:
         types.remove(FakeTensor)
+
+
+@patch
+@contextmanager
+def without_optimizer_hooks() -> Iterator[None]:
+    """Let the body's optimizers step unseen by hooks that are on all optimizers.
+
+    Who counts the steps of a training run by such a hook, or reads values in it, would meet the fakes of planning. torch
+    2.11 to 2.15.
+    """
+    all_hooks: tuple[Any, ...] = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    before = [dict(hooks) for hooks in all_hooks]
+    for hooks in all_hooks:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, earlier in zip(all_hooks, before, strict=True):
+            hooks.update(earlier)
 
 
 @patch

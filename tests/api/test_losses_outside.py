@@ -259,3 +259,30 @@ def test_the_sum_that_is_assumed_is_no_news(scale: float) -> None:
     _, said = steps(model, optimizer, lambda model: (model(X).sum() * scale).backward(), 3)
     assert not said
     assert model.fxmem.plan is plan
+
+
+class Around(nn.Module):
+    """Two parts, of which each has the other and a head around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+@pytest.mark.slow
+def test_the_rest_of_a_model_around_an_optimized_part_is_no_loss_of_it() -> None:
+    model = Around()
+    for name in ("first", "second"):
+        part = getattr(model, name)
+        x = X.clone().requires_grad_(name == "second")
+        floor = fxmem.estimate(part, x, optimizer=None, planner="chen").floor_bytes
+        setattr(model, name, fxmem.optimize(part, x, budget=floor, optimizer=None, planner="chen"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            F.cross_entropy(model(X), Y).backward()
+            model.zero_grad()

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fxmem import torch_patches as patches
 from fxmem.fake.fake_tensors import ScalarReads
@@ -64,6 +65,21 @@ def fakes_for_each(on: bool) -> object:
     """Whether SGD takes multi-tensor kernels for fakes, where it does for real parameters."""
     with patches.cuda_for_fakes(), FakeTensorMode(), patches.fakes_for_each() if on else nullcontext():
         return _for_each(torch.ones(2, device="cuda", requires_grad=True))
+
+
+@canary(patched=[], plain=["before", "after"])
+def without_optimizer_hooks(on: bool) -> object:
+    """What hooks on all optimizers see of a step."""
+    seen: list[str] = []
+    hooks = (
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    )
+    with patches.without_optimizer_hooks() if on else nullcontext():
+        torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1).step()
+    for hook in hooks:
+        hook.remove()
+    return seen
 
 
 @canary(patched=("cuda", 2), plain=("", 0))

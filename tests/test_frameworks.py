@@ -1,0 +1,37 @@
+"""What the committed table of frameworks says, and that DDP's peaks are as predicted."""
+
+import json
+
+import pytest
+
+from benchmarks import frameworks
+from benchmarks.frameworks import PATH, FrameworkRow
+
+
+def rows() -> list[FrameworkRow]:
+    return [FrameworkRow(**row) for row in json.loads(PATH.read_text())["rows"]]
+
+
+def test_no_loop_of_a_framework_trains_with_other_numbers_or_saves_other_files() -> None:
+    for row in rows():
+        name = f"{row.framework}: {row.loop}"
+        assert row.result in ("runs", "refused"), name
+        if row.result == "runs":
+            assert row.same_bits, name
+            assert row.saved_alike is not False, name
+        else:
+            assert row.remedy_works, name
+
+
+def test_what_goes_over_the_budget_is_told() -> None:
+    assert [
+        f"{row.framework}: {row.loop}" for row in rows() if row.result == "runs" and not (row.within or row.said)
+    ] == []
+
+
+@pytest.mark.exhaustive
+def test_peaks_of_two_processes_are_as_predicted() -> None:
+    for row in frameworks.ranks():
+        assert row["same_bits"], row
+        assert row["predicted_bytes"] in (None, row["peak_bytes"]), row
+        assert max(row["peak_bytes"]) < min(row["eager_bytes"]), row
