@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 
+from benchmarks.keeping_seconds import keeping_seconds
 from benchmarks.losses import cross_entropy
 from benchmarks.published_models import (
     CheckmateFCN8,
@@ -34,6 +34,7 @@ from benchmarks.published_models import (
     mobilenet_v1,
     resnet1000,
 )
+from benchmarks.published_table import Result, table
 from benchmarks.results_file import RESULTS, machine
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
@@ -78,8 +79,8 @@ class Planned:
     eager_bytes: int
     eager_seconds: float
     """Of a step that saves what autograd does."""
-    packing_seconds: float
-    """What the forward takes longer than such a step's; backwards move as many bytes."""
+    forms_seconds: float
+    """What the step takes longer, or less, than such a one, for what is saved and held in other forms."""
     seconds: float
 
     @property
@@ -101,8 +102,8 @@ class Planned:
         return self._share(seconds)
 
     def _share(self, seconds: float) -> float:
-        """Return the share of the eager step's time that recomputing for ``seconds``, and packing, is."""
-        return (self.packing_seconds + seconds) / self.eager_seconds
+        """Return the share of the eager step's time that recomputing for ``seconds``, and other forms, are."""
+        return (self.forms_seconds + seconds) / self.eager_seconds
 
     def least_bytes_within_one_forward(self) -> int:
         """Return the least peak at the cost of at most one more forward pass, Checkmate's rule."""
@@ -126,57 +127,16 @@ def planned(network: Network, batch: int) -> Planned:
     )
     captured = capture(model, inputs)
     context = CompileContext(model, inputs, settings)
-    plain = context.profile_of(run_passes(captured, PASSES, context)).profile
+    plain = context.profile_of(run_passes(captured, PASSES, context))
     profiled = profile_for_short_memory(captured, context)
     eager_bytes = eager_step(model, captured, inputs, settings.step, profiled.seen).peak_bytes
     points = frontier_of(profiled.profile, context)
-    packing_seconds = profiled.profile.forward_seconds - plain.forward_seconds
-    return Planned(
-        profiled.profile, points, eager_bytes, plain.step_seconds, packing_seconds, time.perf_counter() - start
-    )
+    lean, usual = (keeping_seconds(p.captured, inputs, network.loss, context.hardware) for p in (profiled, plain))
+    seconds = time.perf_counter() - start
+    return Planned(profiled.profile, points, eager_bytes, plain.profile.step_seconds, lean - usual, seconds)
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Result:
-    """One published point beside ours. Overheads are shares of the eager step's time; GB are 10^9 bytes."""
-
-    paper: str
-    network: str
-    batch: int
-    their_eager_gb: float | None
-    our_eager_gb: float | None
-    their_gb: float | None
-    their_overhead: float | None
-    our_gb: float | None
-    our_overhead: float | None
-    floor_gb: float | None
-    their_max_batch: int | None = None
-    our_max_batch: int | None = None
-    weights_gb: float | None = None
-    """Of ours: parameters and their gradients."""
-    least_overhead: float | None = None
-    """No plan of our peak can cost less, by the same roofline."""
-    plan_seconds: float = 0.0
-    note: str = ""
-
-    @property
-    def ratio(self) -> float | None:
-        """Our overhead over theirs, or their largest batch over ours: below 1 is better than published."""
-        if self.their_max_batch and self.our_max_batch:
-            return self.their_max_batch / self.our_max_batch
-        if self.our_overhead is None or not self.their_overhead or self.their_overhead < 0:
-            return None
-        return self.our_overhead / self.their_overhead
-
-    @property
-    def better(self) -> bool:
-        """Less overhead than published in at most the published memory, or a larger batch."""
-        if self.their_max_batch is not None:
-            return self.our_max_batch is not None and self.our_max_batch > self.their_max_batch
-        return None not in (self.our_overhead, self.their_overhead) and self.our_overhead < self.their_overhead
 
 
 def _sum(output: Tensor) -> Tensor:
@@ -346,34 +306,6 @@ def all_results(papers: Sequence[str]) -> Iterator[Result]:
     if "checkmate" in papers:
         for network, their_max in CHECKMATE:
             yield max_batch(network, their_max)
-
-
-HEADERS = (
-    "paper", "network", "batch", "their eager GB", "our eager GB", "weights GB", "their GB", "our GB", "floor GB",
-    "their +%", "our +%", "least +%", "ours/theirs", "plan s", "note",
-)  # fmt: skip
-
-
-def table(results: Sequence[Result], style: str = "simple") -> str:
-    """Return the table in one of tabulate's styles, without columns that are empty throughout."""
-    cells = [_cells(r) for r in results]
-    filled = [k for k in range(len(HEADERS)) if any(row[k] for row in cells)]
-    rows = [[row[k] for k in filled] for row in cells]
-    return str(tabulate(rows, headers=[HEADERS[k] for k in filled], tablefmt=style, disable_numparse=True))
-
-
-def _cells(r: Result) -> tuple[str, ...]:
-    batch = str(r.batch) if r.their_max_batch is None else f"{r.their_max_batch} -> {r.our_max_batch}"
-    overheads = (r.their_overhead, r.our_overhead, r.least_overhead)
-    percents = [_number(None if v is None else 100 * v, 1) for v in overheads]
-    gigabytes = [r.their_eager_gb, r.our_eager_gb, r.weights_gb, r.their_gb, r.our_gb, r.floor_gb]
-    return (
-        r.paper, r.network, batch, *map(_number, gigabytes), *percents, _number(r.ratio), f"{r.plan_seconds:.0f}", r.note,
-    )  # fmt: skip
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
