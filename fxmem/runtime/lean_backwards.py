@@ -143,30 +143,44 @@ def relu_of_bits_(x: Tensor) -> Tensor:
 # -- ReLU, then max pooling --------------------------------------------------------------------------------------------
 
 
-class _ReluMaxPool(torch.autograd.Function):
+class _PoolOfRelu(torch.autograd.Function):
+    """The pooling of a ReLU, but for what that does to gradients."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, pool: OpOverload, in_place: bool, args: tuple[Any, ...]) -> Tensor:
         rectified = aten.relu_.default(x) if in_place else aten.relu.default(x)
         result, indices = pool(rectified, *args)
-        ctx.save_for_backward(result, indices)
+        ctx.save_for_backward(indices)
         ctx.pool, ctx.args, ctx.geometry = pool, args, Geometry.of(rectified)
         return cast(Tensor, result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        result, indices = ctx.saved_tensors
-        grad = aten.threshold_backward.default(grad, result, 0)
-        if not torch.is_grad_enabled():
-            del result
-            ctx.maybe_clear_saved_tensors()
+        (indices,) = ctx.saved_tensors
         return pool_backward(ctx.pool, grad, ctx.geometry, ctx.args, indices), None, None, None
+
+
+class _Rectified(torch.autograd.Function):
+    """What a ReLU does to the gradient of its result. A node of its own, so that the result goes before the pooling's."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor) -> Tensor:
+        result = result.detach()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (result,) = ctx.saved_tensors
+        return cast(Tensor, aten.threshold_backward.default(grad, result, 0))
 
 
 def relu_max_pool(pool: OpOverload, in_place: bool, x: Tensor, *args: Any) -> Tensor:
     """Return the first result of ``pool(relu(x), *args)``, a max pooling with indices; ``x`` is contiguous. Saved are both
     results of the pooling. ``in_place``: the ReLU is written over ``x``, which nobody reads any more."""
     _, *rest = with_defaults(pool, (x, *args))
-    return cast(Tensor, _ReluMaxPool.apply(x, pool, in_place, tuple(rest)))  # type: ignore[no-untyped-call]
+    result = _PoolOfRelu.apply(x, pool, in_place, tuple(rest))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Rectified.apply(result))  # type: ignore[no-untyped-call]
 
 
 RELUS: dict[str, Callable[[Tensor], Tensor]] = {
