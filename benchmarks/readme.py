@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks import ablation as ablation_of_stages
-from benchmarks import ablation_runtime, below_the_floor, lengths
+from benchmarks import ablation_runtime
 from benchmarks.compare import EAGER_PEERS, Verdict, verdicts_of
 from benchmarks.frontier import PEERS
 from benchmarks.measure import Row
@@ -348,10 +348,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "compare_table": compare_table,
     "published": published,
     "published_memory": told,
-    "below_the_floor": below_the_floor.text,
-    "lengths": lengths.text,
 }
-FILLED = ("README.md", "docs/results.md", "docs/below_the_floor.md")
+FILLED = ("README.md", "docs/results.md")
 """Texts with sections between markers."""
 PAGES = {"comparison.md": comparison_page, "published.md": published_page}
 
