@@ -14,6 +14,13 @@ from fxmem.profiling.op_effects import work_of
 from fxmem.profiling.roofline import Hardware
 
 
+aten = torch.ops.aten
+ALLOCATIONS = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided})
+"""They move nothing."""
+WRITTEN = frozenset({"out", "grad_input"})
+"""Arguments that are the result."""
+
+
 class _Clock(TorchDispatchMode):
     """Adds up the roofline times of all ops."""
 
@@ -23,7 +30,9 @@ class _Clock(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        self.seconds += self.hardware.seconds(*work_of(func, args, kwargs or {}, output))
+        if func.overloadpacket not in ALLOCATIONS:
+            read = {name: value for name, value in (kwargs or {}).items() if name not in WRITTEN}
+            self.seconds += self.hardware.seconds(*work_of(func, args, read, output))
         return output
 
 

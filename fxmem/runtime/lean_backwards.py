@@ -87,7 +87,7 @@ def zeros_of(x: Tensor) -> Tensor:
 def zeroed(grad: Tensor, zeros: Tensor) -> Tensor:
     """Return ``grad``, dense on its memory, with zeros where the bits of ``zeros`` are set."""
     result = torch.empty_like(grad)
-    flat, flat_result, zero = _flat(grad), _flat(result), grad.new_zeros(())
+    flat, flat_result, zero = _flat(grad), _flat(result), torch.zeros((), dtype=grad.dtype, device=grad.device)
     for k, start in enumerate(range(0, len(flat), len(zeros))):
         for first in range(0, min(len(zeros), len(flat) - start), PIECE):
             bits = zeros[first : min(first + PIECE, len(flat) - start)]
