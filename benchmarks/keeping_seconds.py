@@ -13,7 +13,6 @@ from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.profiling.op_effects import work_of
 from fxmem.profiling.roofline import Hardware
 
-
 aten = torch.ops.aten
 ALLOCATIONS = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided})
 """They move nothing."""

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxmem.op_facts.kinds import CompressedForm, PartOf
+from fxmem.op_facts.kinds import CompressedForm, LeanBackward, PartOf
 from fxmem.op_facts.lookup import by_op, resolved
 from fxmem.runtime.compressed_ops import (
     BACKWARDS,
@@ -32,6 +32,7 @@ Target = Callable[..., Any]
 
 _FORMS = by_op(CompressedForm)
 _PARTS = by_op(PartOf)
+_LEAN = by_op(LeanBackward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +152,9 @@ def _exchange_unread_input(node: fx.Node) -> bool:
 
 
 def _exchange_convolution(node: fx.Node) -> bool:
-    return (
-        node.target is torch.ops.aten.convolution.default
-        and not node.kwargs
-        and _exchange(node, split_convolution, node.args)
-    )
+    fact = _LEAN.get(node.target)
+    splits = fact is not None and fact.form == split_convolution.__name__
+    return splits and not node.kwargs and _exchange(node, split_convolution, node.args)
 
 
 def _exchange_softmax(node: fx.Node) -> bool:

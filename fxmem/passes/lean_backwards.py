@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import fx
 
@@ -36,7 +35,7 @@ from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import simulate, tables_of
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.layout import View
-from fxmem.runtime.lean_backwards import RELUS, relu_max_pool, split_convolution
+from fxmem.runtime.lean_backwards import RELUS, relu_max_pool, relu_of_bits, split_convolution
 from fxmem.runtime.scoped_ops import Scoped, op_of, region_of
 from fxmem.torch_private import contiguous_strides
 
@@ -257,7 +256,8 @@ def with_pools(captured: CaptureGraph, names: Collection[str]) -> CaptureGraph:
     for node in list(graph.nodes):
         if node.name in names:
             (pool,) = node.users
-            pool_of, in_place = resolved(_FORMS[pool.target].of), node.target is not torch.ops.aten.relu.default
+            pool_of = resolved(_FORMS[pool.target].of)
+            in_place = _FORMS[op_of(node.target)].form != relu_of_bits.__name__
             pool.args = (pool_of, in_place, *node.args, *pool.args[1:])
             pool.target = relu_max_pool
             graph.erase_node(node)

@@ -43,15 +43,20 @@ class _SplitConvolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        whole, rest = aten.convolution_backward.default, [None] * len(ctx.args)
+        rest = [None] * len(ctx.args)
         if not (of_x and of_weight) or torch.is_grad_enabled() or keeps_graph() or in_batched_backward():
-            return (*whole(grad, x, weight, ctx.bias_sizes, *ctx.args, [of_x, of_weight, of_bias]), *rest)
-        _, *of_weights = whole(grad, x, weight, ctx.bias_sizes, *ctx.args, [False, True, of_bias])
+            return (*_gradients(ctx, grad, x, weight, [of_x, of_weight, of_bias]), *rest)
+        _, *of_weights = _gradients(ctx, grad, x, weight, [False, True, of_bias])
         like_x = x.new_empty(1).expand(x.shape)  # its sizes are all that is looked at
         del x
         ctx.maybe_clear_saved_tensors()
-        grad_x, *_ = whole(grad, like_x, weight, None, *ctx.args, [True, False, False])
+        grad_x, *_ = _gradients(ctx, grad, like_x, weight, [True, False, False])
         return (grad_x, *of_weights, *rest)
+
+
+def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> Any:
+    """Return those of the gradients of input, weight and bias that are ``wanted``."""
+    return aten.convolution_backward.default(grad, x, weight, ctx.bias_sizes, *ctx.args, wanted)
 
 
 def _never_unpacked(_: object) -> Tensor:
