@@ -69,6 +69,8 @@ class LeanBackwards:
             return graph
         best = with_forms(profiled, {k: Request(split=True) for k in convolutions(profiled, is_free)})
         best = with_pools(best, before_pools(profiled, is_free))
+        if not relus(context.profile_of(best), is_free):
+            return best
         least = _Least.of(context.profile_of(best))
         for _ in range(MOST_ROUNDS):
             profiled = context.profile_of(best)
