@@ -1,28 +1,32 @@
 """What opt-in choices bring below the floor that recomputation alone reaches: ``python -m benchmarks.below_the_floor``.
 
-Predicted, on the meta device, of GPT-2 and of Llama blocks under a vocabulary of 128,256, each with AdamW. With ``--time``:
+Predicted, on the meta device, of GPT-2 and of Llama blocks under a vocabulary of 128,256, each with AdamW; written to
+``benchmarks/results/below_the_floor.json``. With ``--time``:
 CPU seconds of a step of a small GPT-2, as it is and with its head in pieces and nothing recomputed, in turns, the median.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import nn
 
 import fxmem
 from benchmarks.libraries import import_library
+from benchmarks.results_file import RESULTS, machine
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
-from fxmem.passes.chunk import heads_of, in_pieces
+from fxmem.passes.chunk import in_pieces
+from fxmem.passes.chunk_chains import heads_of
 
+PATH = RESULTS / "below_the_floor.json"
 NUM_PIECES = 4
 DEFAULT = ("recompute", "inplace")
 ALLOWED = {
@@ -79,16 +83,27 @@ CASES = (
 )
 
 
-def floors(case: Case, plan_seconds: float) -> list[list[str]]:
-    """Return a row for each set of choices: the floor in GB, and its share of recomputation's."""
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The least peak of one case under one set of choices, in bytes."""
+
+    model: str
+    allow: str
+    """A key of :data:`ALLOWED`."""
+    floor_bytes: int
+    static_bytes: int
+    """Of it: parameters, buffers, the batch and the optimizer's state, which are there all the time."""
+
+
+def floors(case: Case, plan_seconds: float) -> Iterator[Floor]:
+    """Yield the floor of each set of choices."""
     with torch.device("meta"):
         model, tokens = case.build().train(), torch.zeros(case.batch, dtype=torch.int64)
-    found = {
-        name: fxmem.estimate(model, tokens, plan_seconds=plan_seconds, cost="cpu", allow=allow).floor_bytes
-        for name, allow in ALLOWED.items()
-    }
-    first = found["recompute"]
-    return [[case.name, name, f"{nbytes / 1e9:.3f}", f"{nbytes / first:.2f}"] for name, nbytes in found.items()]
+    for name, allow in ALLOWED.items():
+        estimate = fxmem.estimate(model, tokens, plan_seconds=plan_seconds, cost="cpu", allow=allow)
+        parts = estimate.breakdown
+        static = parts.parameters_bytes + parts.buffers_bytes + parts.inputs_bytes + parts.optimizer_state_bytes
+        yield Floor(case.name, name, estimate.floor_bytes, static)
 
 
 def seconds_of_pieces(num_steps: int) -> tuple[float, float]:
@@ -108,6 +123,37 @@ def seconds_of_pieces(num_steps: int) -> tuple[float, float]:
     return statistics.median(times[0][1:]), statistics.median(times[1][1:])
 
 
+def text() -> str:
+    """Return the committed floors as a table: GB, and shares of recomputation's, with what is static and without."""
+    results = json.loads(PATH.read_text(encoding="utf-8"))
+    found = [Floor(**row) for row in results["floors"]]
+    lines = [f"| model, fp32 | static | {' | '.join(ALLOWED)} |", f"|---|---|{'---|' * len(ALLOWED)}"]
+    for name in dict.fromkeys(floor.model for floor in found):
+        of_model = {floor.allow: floor for floor in found if floor.model == name}
+        first = of_model["recompute"]
+        cells = [f"{first.floor_bytes / 1e9:.3f} GB", *(_cell(first, of_model[k]) for k in list(ALLOWED)[1:])]
+        lines.append(f"| {name} | {first.static_bytes / 1e9:.3f} GB | {' | '.join(cells)} |")
+    machine = results["machine"]
+    lines += ["", f"From `benchmarks/results/below_the_floor.json` (torch {machine['torch']}, {machine['date']})."]
+    return "\n".join(lines)
+
+
+def _cell(first: Floor, floor: Floor) -> str:
+    share = floor.floor_bytes / first.floor_bytes
+    apart = (floor.floor_bytes - floor.static_bytes) / (first.floor_bytes - first.static_bytes)
+    return f"{floor.floor_bytes / 1e9:.3f} GB ({share:.2f}; {apart:.2f})"
+
+
+def save(rows: Iterable[Floor]) -> None:
+    """Write ``rows`` in place of those of the same cases."""
+    rows = list(rows)
+    kept = json.loads(PATH.read_text(encoding="utf-8"))["floors"] if PATH.exists() else []
+    kept = [row for row in kept if row["model"] not in {floor.model for floor in rows}]
+    order = [case.name for case in CASES]
+    body = sorted((*kept, *map(asdict, rows)), key=lambda row: order.index(row["model"]))
+    PATH.write_text(json.dumps({"machine": machine(), "floors": body}, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan-seconds", type=float, default=10.0)
@@ -118,9 +164,9 @@ def main() -> None:
         whole, pieces = seconds_of_pieces(arguments.time)
         print(f"a step as it is {whole:.3f} s, with the head in pieces {pieces:.3f} s: {pieces / whole - 1:+.1%}")
         return
-    cases = [case for case in CASES if arguments.case in case.name]
-    rows = [row for case in cases for row in floors(case, arguments.plan_seconds)]
-    print(tabulate(rows, headers=("model", "allow", "floor, GB", "share"), tablefmt="github", disable_numparse=True))
+    for case in (case for case in CASES if arguments.case in case.name):
+        save(floors(case, arguments.plan_seconds))
+    print(text())
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 
+from benchmarks.keeping_seconds import keeping_seconds
 from benchmarks.losses import cross_entropy
 from benchmarks.published_models import (
     CheckmateFCN8,
@@ -34,12 +34,14 @@ from benchmarks.published_models import (
     mobilenet_v1,
     resnet1000,
 )
+from benchmarks.published_table import Result, table
 from benchmarks.results_file import RESULTS, machine
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
 from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.passes.context import CompileContext, Settings
-from fxmem.pipeline import frontier_of, profile_for_short_memory
+from fxmem.passes.contract import run_passes
+from fxmem.pipeline import PASSES, frontier_of, profile_for_short_memory
 from fxmem.planners.bound import lower_bound
 from fxmem.planners.pareto import cheapest_within
 from fxmem.profiling.roofline import PRESETS
@@ -75,6 +77,10 @@ class Planned:
     profile: GraphProfile
     points: tuple[FrontierPoint, ...]
     eager_bytes: int
+    eager_seconds: float
+    """Of a step that saves what autograd does."""
+    forms_seconds: float
+    """What the step takes longer, or less, than such a one, for what is saved and held in other forms."""
     seconds: float
 
     @property
@@ -87,13 +93,17 @@ class Planned:
         return 2 * self.profile.static.parameters_bytes
 
     def overhead(self, point: FrontierPoint) -> float:
-        """Return the recompute time of ``point`` over that of the eager step."""
-        return point.recompute_seconds / self.profile.step_seconds
+        """Return what the step takes longer under ``point`` than eager's, forms that save less included, over eager's."""
+        return self._share(point.recompute_seconds)
 
     def least_overhead(self, point: FrontierPoint) -> float:
         """Return a share of the eager step's time that every plan of at most the peak of ``point`` costs."""
         seconds = lower_bound(self.profile, point.peak_bytes, point.recompute_seconds, seconds=BOUND_SECONDS)
-        return seconds / self.profile.step_seconds
+        return self._share(seconds)
+
+    def _share(self, seconds: float) -> float:
+        """Return the share of the eager step's time that recomputing for ``seconds``, and other forms, are."""
+        return (self.forms_seconds + seconds) / self.eager_seconds
 
     def least_bytes_within_one_forward(self) -> int:
         """Return the least peak at the cost of at most one more forward pass, Checkmate's rule."""
@@ -116,53 +126,17 @@ def planned(network: Network, batch: int) -> Planned:
         cache=False,
     )
     captured = capture(model, inputs)
-    profiled = profile_for_short_memory(captured, context := CompileContext(model, inputs, settings))
+    context = CompileContext(model, inputs, settings)
+    plain = context.profile_of(run_passes(captured, PASSES, context))
+    profiled = profile_for_short_memory(captured, context)
     eager_bytes = eager_step(model, captured, inputs, settings.step, profiled.seen).peak_bytes
     points = frontier_of(profiled.profile, context)
-    return Planned(profiled.profile, points, eager_bytes, time.perf_counter() - start)
+    lean, usual = (keeping_seconds(p.captured, inputs, network.loss, context.hardware) for p in (profiled, plain))
+    seconds = time.perf_counter() - start
+    return Planned(profiled.profile, points, eager_bytes, plain.profile.step_seconds, lean - usual, seconds)
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Result:
-    """One published point beside ours. Overheads are shares of the eager step's time; GB are 10^9 bytes."""
-
-    paper: str
-    network: str
-    batch: int
-    their_eager_gb: float | None
-    our_eager_gb: float | None
-    their_gb: float | None
-    their_overhead: float | None
-    our_gb: float | None
-    our_overhead: float | None
-    floor_gb: float | None
-    their_max_batch: int | None = None
-    our_max_batch: int | None = None
-    weights_gb: float | None = None
-    """Of ours: parameters and their gradients."""
-    least_overhead: float | None = None
-    """No plan of our peak can cost less, by the same roofline."""
-    plan_seconds: float = 0.0
-    note: str = ""
-
-    @property
-    def ratio(self) -> float | None:
-        """Our overhead over theirs, or their largest batch over ours: below 1 is better than published."""
-        if self.their_max_batch and self.our_max_batch:
-            return self.their_max_batch / self.our_max_batch
-        if self.our_overhead is None or not self.their_overhead or self.their_overhead < 0:
-            return None
-        return self.our_overhead / self.their_overhead
-
-    @property
-    def better(self) -> bool:
-        """Less overhead than published in at most the published memory, or a larger batch."""
-        if self.their_max_batch is not None:
-            return self.our_max_batch is not None and self.our_max_batch > self.their_max_batch
-        return None not in (self.our_overhead, self.their_overhead) and self.our_overhead < self.their_overhead
 
 
 def _sum(output: Tensor) -> Tensor:
@@ -205,7 +179,7 @@ MONET = (
         176,
         14.12,
         ((9.71, -0.053), (6.82, 0.0199), (5.51, 0.091)),
-        "eager's convolution backward holds three maps of 2.26 GB, their own kernels two",
+        "",
     ),
 )
 # Checkmate's largest batches are its integer program's: 16e9 bytes less parameters and gradients, outputs of Keras layers
@@ -332,34 +306,6 @@ def all_results(papers: Sequence[str]) -> Iterator[Result]:
     if "checkmate" in papers:
         for network, their_max in CHECKMATE:
             yield max_batch(network, their_max)
-
-
-HEADERS = (
-    "paper", "network", "batch", "their eager GB", "our eager GB", "weights GB", "their GB", "our GB", "floor GB",
-    "their +%", "our +%", "least +%", "ours/theirs", "plan s", "note",
-)  # fmt: skip
-
-
-def table(results: Sequence[Result], style: str = "simple") -> str:
-    """Return the table in one of tabulate's styles, without columns that are empty throughout."""
-    cells = [_cells(r) for r in results]
-    filled = [k for k in range(len(HEADERS)) if any(row[k] for row in cells)]
-    rows = [[row[k] for k in filled] for row in cells]
-    return str(tabulate(rows, headers=[HEADERS[k] for k in filled], tablefmt=style, disable_numparse=True))
-
-
-def _cells(r: Result) -> tuple[str, ...]:
-    batch = str(r.batch) if r.their_max_batch is None else f"{r.their_max_batch} -> {r.our_max_batch}"
-    overheads = (r.their_overhead, r.our_overhead, r.least_overhead)
-    percents = [_number(None if v is None else 100 * v, 1) for v in overheads]
-    gigabytes = [r.their_eager_gb, r.our_eager_gb, r.weights_gb, r.their_gb, r.our_gb, r.floor_gb]
-    return (
-        r.paper, r.network, batch, *map(_number, gigabytes), *percents, _number(r.ratio), f"{r.plan_seconds:.0f}", r.note,
-    )  # fmt: skip
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,11 +31,13 @@ from fxmem.emitted import (
 )
 from fxmem.frontiers import begin_in_background, found, frontier_of
 from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Phase, Plan
+from fxmem.passes import compress_saved, lean_backwards
 from fxmem.passes.chunk import Chunk
-from fxmem.passes.compress_saved import CompressSaved, notes_of
+from fxmem.passes.compress_saved import CompressSaved
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.passes.contract import Pass, run_passes
 from fxmem.passes.inplace import Inplace
+from fxmem.passes.lean_backwards import LeanBackwards
 from fxmem.passes.reorder import Reorder
 from fxmem.planners.background import Planning
 from fxmem.planners.bound import lower_bound
@@ -58,7 +60,7 @@ __all__ = ["CompileContext", "Compiled", "Settings", "compile_model"]
 
 PASSES: tuple[Pass, ...] = (Reorder(), Inplace())
 """Of every graph."""
-PASSES_FOR_SHORT_MEMORY: tuple[Pass, ...] = (CompressSaved(),)
+PASSES_FOR_SHORT_MEMORY: tuple[Pass, ...] = (LeanBackwards(), CompressSaved())
 """Then, of those whose step does not fit its budget as it is: these cost time."""
 PASSES_BELOW_THE_FLOOR: tuple[Pass, ...] = (Chunk(),)
 """Of these too, before all others, if they are allowed: they change numbers."""
@@ -386,4 +388,5 @@ def _notes(settings: Settings, captured: CaptureGraph, made: tuple[ChoiceMade, .
         notes.append(
             "torch.backends.cudnn.benchmark is on: a convolution that runs again may choose another kernel, and bits differ"
         )
-    return (*notes, *notes_of(captured), *map(str, (*captured.choices, *made)))
+    notes += [*lean_backwards.notes_of(captured), *compress_saved.notes_of(captured)]
+    return (*notes, *map(str, (*captured.choices, *made)))

@@ -208,10 +208,12 @@ def check(
     autocast: torch.dtype | None = None,
     seed: int = 7,
     exact_peak: bool = True,
+    also: Callable[[Profiled], CaptureGraph] | None = None,
 ) -> Checked:
     """Assert that the model's step under each plan is eager's step; see the module's docstring.
 
-    ``exact_peak=False``: do not compare peaks, where a real kernel makes other tensors than its fake does.
+    ``exact_peak=False``: do not compare peaks, where a real kernel makes other tensors than its fake does. ``also``: a
+    rewrite of the graph under which each plan is eager's step, too.
     """
     model, reference = _built(build), _built(build)
     region = None if autocast is None else Autocast("cpu", autocast)
@@ -231,6 +233,9 @@ def check(
     if lean is not captured:
         leaner = profile(lean, example, PRESETS["cpu"].seconds, TrainingStep(loss_fn=loss, optimizer=None))
         graphs.append((" saving less", leaner, plans[-NUM_LEAN_PLANS:]))
+    if also is not None:
+        other = profile(also(profiled), example, PRESETS["cpu"].seconds, TrainingStep(loss_fn=loss, optimizer=None))
+        graphs.append((" rewritten", other, plans))
     for what, graph, its_plans in graphs:
         for make_plan in its_plans:
             plan = make_plan(graph.profile)

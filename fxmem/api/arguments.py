@@ -90,8 +90,9 @@ OPTIONS_DOC = """
     - ``allow``: what may be done so that less memory is taken, by name; what each choice changes in the numbers says
       :data:`fxmem.passes.choices.CHOICES`. By default ``("recompute", "inplace")``, which change no bit.
     - ``inplace``: whether ops that provably may write over their input do (:mod:`fxmem.passes.inplace`).
-    - ``compress_saved``: whether dropout masks and inputs that no backward reads are saved in fewer bytes where
-      memory is short (:mod:`fxmem.passes.compress_saved`).
+    - ``compress_saved``: whether, where memory is short, dropout masks, signs of ReLUs and inputs that no backward reads
+      are saved in fewer bytes (:mod:`fxmem.passes.compress_saved`), and backwards of convolutions hold less at once
+      (:mod:`fxmem.passes.lean_backwards`).
     - ``budget_of``: on CUDA, what a budget bounds: ``"allocated"`` bytes, as ``torch.cuda.max_memory_allocated`` counts
       them, or ``"reserved"`` ones, what the caching allocator takes from the device.
     - ``cache``: whether what planning finds is kept on disk for the next process (:mod:`fxmem.disk_cache`).

@@ -138,6 +138,16 @@ class CompressedForm:
 
 
 @dataclass(frozen=True, slots=True)
+class LeanBackward:
+    """A function of fxmem computes the same bits, and its backward holds less at once."""
+
+    form: str
+    """The function's name."""
+    of: str = ""
+    """The op that returns what the form has to know beside the result, where that is another one."""
+
+
+@dataclass(frozen=True, slots=True)
 class PartOf:
     """A trace has it, and what prepares its operands, where the model calls another op."""
 

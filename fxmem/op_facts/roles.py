@@ -12,6 +12,7 @@ _COMPILED = "a compiled graph is lowered, not run op by op; what Inductor makes 
 _RECORDED = "one run is recorded; what another run of the op does on other values is its definition"
 
 _PIECES, _APART = "test_heads_in_pieces_have_eagers_gradients", "test_samples_apart_are_let_pass"
+_CONVOLUTIONS = "test_convolutions_in_pieces_have_eagers_gradients"
 _MLPS, _MEET = "test_mlps_in_pieces_have_eagers_gradients", "test_samples_that_meet_are_found"
 _LOWERED = "test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_compiled"
 _PROGRAM = "test_steps_as_programs_have_eagers_bits_and_stay_within_the_plan"
@@ -24,6 +25,7 @@ def _aten(names: str) -> tuple[str, ...]:
 FACTS: tuple[OpFact, ...] = (
     OpFact(_aten("cross_entropy_loss.default"), RowRole("loss"), _ROWS, _PIECES),
     OpFact(_aten("linear.default addmm.default"), RowRole("linear"), _ROWS, _MLPS),
+    OpFact(_aten("conv1d.default conv2d.default conv3d.default"), RowRole("convolution"), _ROWS, _CONVOLUTIONS),
     OpFact(_aten("to.dtype to.dtype_layout to.device _to_copy.default"), RowRole("cast"), _ROWS, _PIECES),
     OpFact(_aten("view.default reshape.default _unsafe_view.default"), RowRole("view to a size"), _ROWS, _PIECES),
     OpFact(_aten("flatten.using_ints"), RowRole("view"), _ROWS, _PIECES),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from fxmem.op_facts.kinds import CompressedForm, InPlaceForm, OpFact, PartOf, SavesUnseen, UnreadInput
+from fxmem.op_facts.kinds import CompressedForm, InPlaceForm, LeanBackward, OpFact, PartOf, SavesUnseen, UnreadInput
 
 _UNREAD = "a saved tensor is observed, but not whether the backward's kernel reads its values"
 _UNREAD_TEST = "test_what_backward_does_not_read_is_not_saved"
 _IN_PLACE = "that a backward makes the same bits from the result as from the input follows from its formula"
 _IN_PLACE_TEST = "test_gradients_of_what_is_written_over_a_view_keep_their_layout"
 _CLIPPED_TEST = "test_clipping_that_reads_its_result_in_the_backward_gives_the_same_bits"
+_SIGN = "a saved result is observed, but not that the backward's kernel reads its sign alone"
+_SIGN_TEST = "test_a_relu_saves_a_bit_an_element"
 
 
 def _unread(op: str) -> OpFact:
@@ -104,6 +106,27 @@ FACTS: tuple[OpFact, ...] = (
         why="a trace shows the ops that a matmul consists of, not that one call in C++ runs them",
         test="test_an_attention_multiplies_as_eager_does",
     ),
+    # Backwards that hold less at once.
+    OpFact(
+        ops=(
+            *("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"),
+            *("aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding"),
+            *("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input"),
+            "aten.convolution.default",
+        ),
+        value=LeanBackward("split_convolution"),
+        why="which of its kernels read the input is inside the backward, one op",
+        test="test_a_convolution_lets_go_of_its_input_within_its_backward",
+    ),
+    OpFact(
+        ops=("aten.max_pool2d.default",),
+        value=LeanBackward("relu_max_pool", of="aten.max_pool2d_with_indices.default"),
+        why="that a maximum of a ReLU's results is zero where they all are is what these ops mean",
+        test="test_a_relu_before_a_max_pooling_saves_nothing_of_its_own",
+    ),
+    OpFact(("aten.relu.default",), LeanBackward("relu_of_bits"), _SIGN, _SIGN_TEST),
+    OpFact(("aten.relu_.default",), LeanBackward("relu_of_bits_in_place"), _SIGN, _SIGN_TEST),
+    OpFact(("fxmem.relu_",), LeanBackward("relu_of_bits_"), _SIGN, _SIGN_TEST),
     # Results that may be written over the input.
     OpFact(("aten.add.Tensor",), InPlaceForm("add_"), _IN_PLACE, _IN_PLACE_TEST),
     OpFact(("aten.sub.Tensor",), InPlaceForm("sub_"), _IN_PLACE, _IN_PLACE_TEST),

@@ -16,7 +16,7 @@ took 1 to 6 % off, for as much time as recomputing; they are not among the forms
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -90,6 +90,13 @@ def with_compressed_saves(
     free = [not stays_as_is(node) for node in profile.nodes]
     requests = _masks(profiled, free) if forms.masks else {}
     requests |= _unread_inputs(profiled, calls, free, least_share) if forms.input else {}
+    return with_forms(profiled, requests)
+
+
+def with_forms(profiled: Profiled, requests: Mapping[int, Request]) -> CaptureGraph:
+    """Return the captured graph with forms for calls, by number; the very same object if there are none."""
+    captured = profiled.captured
+    calls = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
     known: dict[object, fx.Graph | None] = {}
     leaner: dict[fx.Node, fx.Graph] = {}
     for k, request in requests.items():

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxmem.op_facts.kinds import CompressedForm, PartOf
+from fxmem.op_facts.kinds import CompressedForm, LeanBackward, PartOf
 from fxmem.op_facts.lookup import by_op, resolved
 from fxmem.runtime.compressed_ops import (
     BACKWARDS,
@@ -26,11 +26,13 @@ from fxmem.runtime.compressed_ops import (
     max_pool_input_unread,
     safe_softmax,
 )
+from fxmem.runtime.lean_backwards import split_convolution
 
 Target = Callable[..., Any]
 
 _FORMS = by_op(CompressedForm)
 _PARTS = by_op(PartOf)
+_LEAN = by_op(LeanBackward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Request:
     """Masks wider than a byte."""
     input: bool = False
     """Its input."""
+    split: bool = False
+    """Nothing, but to let go of its input within its backward."""
 
 
 def may_narrow_masks(device_type: str) -> bool:
@@ -55,7 +59,9 @@ def _has_form(node: fx.Node, form: Target) -> bool:
 
 def exchanged(graph: fx.Graph, request: Request) -> bool:
     """Write the forms that save less into ``graph``; tell if there are any."""
-    exchange = _exchange_dropout if request.masks else _exchange_unread_input
+    exchange = (
+        _exchange_dropout if request.masks else _exchange_unread_input if request.input else _exchange_convolution
+    )
     found = [exchange(node) for node in list(graph.nodes)]
     if any(found):
         _join_matmuls(graph)
@@ -143,6 +149,12 @@ def _exchange_unread_input(node: fx.Node) -> bool:
     if _has_form(node, frozen_convolution):
         return _exchange(node, frozen_convolution, node.args)
     return False
+
+
+def _exchange_convolution(node: fx.Node) -> bool:
+    fact = _LEAN.get(node.target)
+    splits = fact is not None and fact.form == split_convolution.__name__
+    return splits and not node.kwargs and _exchange(node, split_convolution, node.args)
 
 
 def _exchange_softmax(node: fx.Node) -> bool:

@@ -43,7 +43,7 @@ class Settings:
     inplace: bool = True
     """Whether ops that may write over their input do."""
     compress_saved: bool = True
-    """Whether masks and inputs that no backward reads are saved in fewer bytes where memory is short."""
+    """Whether less is saved, and held by backwards, where memory is short, with the same bits."""
     budget_of: str = "allocated"
     """On CUDA, what the budget bounds: "allocated" bytes or "reserved" ones."""
     budget_share: float | None = None

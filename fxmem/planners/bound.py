@@ -44,7 +44,7 @@ class Relaxation:
         self.tables = tables
         self.nbytes = np.asarray(tables.nbytes, dtype=np.float64)
         self.starts, self.ends = _optional_ticks(tables)
-        self.certain_bytes = _certain_bytes(tables) + np.array([row[2] for row in tables.ticks], dtype=np.float64)
+        self.certain_bytes = certain_bytes(tables) + np.array([row[2] for row in tables.ticks], dtype=np.float64)
         self.network = Network(tables, (self.ends > self.starts).astype(np.float64))
         self.lines: list[tuple[float, float]] = []  # at budget b, value - price * b is a bound
         self.best_prices: list[NDArray[np.float64]] = []
@@ -147,7 +147,7 @@ def _wanted(tables: Tables, unpacked: dict[int, int]) -> list[int]:
     return wanted
 
 
-def _certain_bytes(tables: Tables) -> NDArray[np.float64]:
+def certain_bytes(tables: Tables) -> NDArray[np.float64]:
     """Return for each tick the managed bytes that are there under every plan, but for those created in it."""
     num_ticks = len(tables.ticks)
     events = events_of(tables)

@@ -36,7 +36,12 @@ def work_of(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
     flops = flops_of(func, args, kwargs, output)
     if not schema_of(func).is_mutable and all(storage_key(r) in _keys(operands) for r in results):
         return flops, 0
-    return flops, sum(t.numel() * t.element_size() for t in (*results, *operands))
+    return flops, sum(map(_read_bytes, (*results, *operands)))
+
+
+def _read_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of what ``tensor`` shows of its memory: of an expanded one, what there is."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

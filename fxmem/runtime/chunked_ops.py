@@ -2,9 +2,9 @@
 
 NOTE [Pieces]
 
-1. A *row* is what one token, one image or one pixel has: all of a tensor but its last dimension. Each op of a chain makes
-   a row of its result from one row of its input and from weights, so k pieces of rows may pass one after the other. No
-   more is alive of the chain than one piece's values.
+1. A *row* is what one token, one image or one pixel has: one place in all of a tensor's dimensions but the last; for
+   convolutions, one in the first. Each op of a chain makes a row of its result from one row of its input and from weights,
+   so k pieces of rows may pass one after the other. No more is alive of the chain than one piece's values.
 2. :class:`ChunkedLoss` ends in a cross-entropy. One pass over the pieces makes loss and gradients, since the gradient of a
    loss is known but for a factor; the backward multiplies by it. Nothing runs twice. (Chunked and fused heads: Liger
    Kernel, Hsu et al. 2024; Cut Your Losses, Wijmans et al. 2024.)
@@ -207,12 +207,16 @@ class ChunkedRows(_Op):
     """A function of rows that returns rows (NOTE [Pieces], 3).
 
     ``ops``: what is done to a piece of rows (rows, features) with the weights. ``flat``: the result has two dimensions, not
-    those of ``x``.
+    those of ``x``. ``images``: rows are images, what a convolution takes one by one: pieces are pieces of the batch.
     """
 
-    def __init__(self, k: int, ops: RowOps, flat: bool) -> None:
+    def __init__(self, k: int, ops: RowOps, flat: bool, images: bool = False) -> None:
         super().__init__(k)
-        self.ops, self.flat = ops, flat
+        self.ops, self.flat, self.images = ops, flat, images
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """Return ``x``, or a result, with its rows first."""
+        return x if self.images else x.reshape(-1, x.shape[-1])
 
     def __call__(self, x: Tensor, *weights: Tensor) -> Tensor:
         """Return the chain's result for ``x``, (..., features)."""
@@ -225,14 +229,15 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: Any, op: ChunkedRows, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.op, ctx.dtype = op, _lower_dtype(x)
         ctx.save_for_backward(x, *weights)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = op.rows_of(x)
         result: Tensor | None = None
         for start, length in pieces_of(rows.shape[0], op.k):
             with _autocast(x, ctx.dtype):
                 piece = op.ops(rows.narrow(0, start, length), *weights)
             if result is None:  # not a view of rows: an op that follows may write over it
-                result = piece.new_empty(*(rows if op.flat else x).shape[:-1], piece.shape[-1])
-            result.view(-1, piece.shape[-1]).narrow(0, start, length).copy_(piece)
+                before = x.shape[:1] if op.images else (rows if op.flat else x).shape[:-1]
+                result = piece.new_empty(*before, *piece.shape[1:])
+            op.rows_of(result).narrow(0, start, length).copy_(piece)
             del piece
         assert result is not None, "a chain of no rows is not put in pieces"
         return result
@@ -242,7 +247,7 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         op, needs = ctx.op, ctx.needs_input_grad[1:]
-        rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        rows, grad_rows = op.rows_of(x), op.rows_of(grad)
         grad_x = x.new_empty(x.shape) if needs[0] else None
         totals: list[Tensor | None] = [None] * len(weights)
         for start, length in pieces_of(rows.shape[0], op.k):
@@ -254,7 +259,7 @@ class _Rows(torch.autograd.Function):
             found = iter(torch.autograd.grad(result, wanted, grad_rows.narrow(0, start, length)))
             del result, wanted
             if grad_x is not None:
-                grad_x.view(-1, x.shape[-1]).narrow(0, start, length).copy_(next(found))
+                op.rows_of(grad_x).narrow(0, start, length).copy_(next(found))
             for place, leaf in enumerate(leaves):
                 if leaf.requires_grad:
                     total, one = totals[place], next(found)

@@ -203,7 +203,17 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (indices,) = ctx.saved_tensors
-        return POOL_BACKWARDS[ctx.op](grad, ctx.geometry.blank(), *ctx.args, indices), None, None
+        return pool_backward(ctx.op, grad, ctx.geometry, ctx.args, indices), None, None
+
+
+def pool_backward(
+    op: Overload, grad: torch.Tensor, geometry: Geometry, args: tuple[Any, ...], indices: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of the input, of this geometry, of a max pooling; it stands in for the input itself."""
+    blank, backward = geometry.blank(), POOL_BACKWARDS[op]
+    if torch.is_grad_enabled() or in_batched_backward():
+        return cast(torch.Tensor, backward(grad, blank, *args, indices))
+    return cast(torch.Tensor, backward.overloadpacket.grad_input(grad, blank, *args, indices, grad_input=blank))
 
 
 def max_pool_input_unread(op: Overload, x: torch.Tensor, *args: Any) -> torch.Tensor:

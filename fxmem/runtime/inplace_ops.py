@@ -35,7 +35,7 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
-def _no_view(x: torch.Tensor) -> torch.Tensor:
+def no_view(x: torch.Tensor) -> torch.Tensor:
     """Return ``x``, or a tensor on its memory, with its gradient, that is no view to autograd."""
     return cast(torch.Tensor, _Alias.apply(x)) if is_view(x) else x  # type: ignore[no-untyped-call]
 
@@ -43,37 +43,37 @@ def _no_view(x: torch.Tensor) -> torch.Tensor:
 @own_op
 def add_(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> torch.Tensor:
     """Return ``x + alpha * other`` in the memory of ``x``."""
-    return _no_view(x).add_(other, alpha=alpha)
+    return no_view(x).add_(other, alpha=alpha)
 
 
 @own_op
 def sub_(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> torch.Tensor:
     """Return ``x - alpha * other`` in the memory of ``x``."""
-    return _no_view(x).sub_(other, alpha=alpha)
+    return no_view(x).sub_(other, alpha=alpha)
 
 
 @own_op
 def relu_(x: torch.Tensor) -> torch.Tensor:
     """Return ``relu(x)`` in the memory of ``x``."""
-    return _no_view(x).relu_()
+    return no_view(x).relu_()
 
 
 @own_op
 def leaky_relu_(x: torch.Tensor, negative_slope: float = 0.01) -> torch.Tensor:
     """Return ``leaky_relu(x)`` in the memory of ``x``."""
-    return cast(torch.Tensor, aten.leaky_relu_.default(_no_view(x), negative_slope))
+    return cast(torch.Tensor, aten.leaky_relu_.default(no_view(x), negative_slope))
 
 
 @own_op
 def sigmoid_(x: torch.Tensor) -> torch.Tensor:
     """Return ``sigmoid(x)`` in the memory of ``x``."""
-    return _no_view(x).sigmoid_()
+    return no_view(x).sigmoid_()
 
 
 @own_op
 def tanh_(x: torch.Tensor) -> torch.Tensor:
     """Return ``tanh(x)`` in the memory of ``x``."""
-    return _no_view(x).tanh_()
+    return no_view(x).tanh_()
 
 
 class _Hardtanh(torch.autograd.Function):
@@ -106,7 +106,7 @@ def relu6_in_place(x: torch.Tensor) -> torch.Tensor:
 @own_op
 def hardtanh_(x: torch.Tensor, min_val: float = -1.0, max_val: float = 1.0) -> torch.Tensor:
     """Return ``hardtanh(x)`` in the memory of ``x``."""
-    return hardtanh_in_place(_no_view(x), min_val, max_val)
+    return hardtanh_in_place(no_view(x), min_val, max_val)
 
 
 @own_op

@@ -71,11 +71,12 @@ def test_passes_log_nodes_bytes_and_the_difference(caplog: pytest.LogCaptureFixt
     least = fxmem.estimate(model, x, optimizer=None).floor_bytes
     with caplog.at_level(logging.DEBUG, logger="fxmem.passes"):
         fxmem.optimize(model, x, budget=least, optimizer=None)
-    reorder, inplace, compressed, *emitted = messages_of_passes(caplog)
+    reorder, inplace, lean, compressed, *emitted = messages_of_passes(caplog)
     assert reorder == "reorder: switched off"
     assert inplace.startswith("inplace: ")
     assert "MB saved for backward" in inplace
     assert "\n-    relu = " in inplace
+    assert lean.startswith("lean_backwards: ")
     assert compressed.startswith("compress_saved: ")
     assert "dropout_mask" in compressed
     assert emitted
@@ -86,6 +87,7 @@ def test_passes_log_nodes_bytes_and_the_difference(caplog: pytest.LogCaptureFixt
     assert messages_of_passes(caplog) == [
         "reorder: switched off",
         "inplace: switched off",
+        "lean_backwards: switched off",
         "compress_saved: switched off",
     ]
 

@@ -13,7 +13,8 @@ from torch import nn
 import fxmem
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Inputs
-from fxmem.passes.chunk import heads_of, in_pieces, mlps_of
+from fxmem.passes.chunk import in_pieces
+from fxmem.passes.chunk_chains import heads_of, mlps_of
 from fxmem.runtime.chunked_ops import pieces_of
 
 ALLOW = ("recompute", "inplace", "chunk")
@@ -143,6 +144,49 @@ def test_mlps_in_pieces_have_eagers_gradients(build: Callable[[], nn.Module]) ->
 
     torch.manual_seed(0)
     check_pieces(Summed().double().train(), (torch.randn(3, 7, WIDTH).double(),), 0, 2)
+
+
+class Scaled(nn.Module):
+    """What is done to images between two layers."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(channels, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x) * self.scale * torch.sigmoid(x)
+
+
+def inverted(conv: type[nn.Module] = nn.Conv2d, kernel: int = 1) -> nn.Module:
+    return nn.Sequential(conv(4, 24, kernel), Scaled(24), conv(24, 4, kernel, bias=False))
+
+
+@pytest.mark.parametrize("kernel", [1, 2])
+def test_convolutions_in_pieces_have_eagers_gradients(kernel: int) -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = inverted(kernel=kernel), inverted(kernel=kernel)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x).tanh()).square().sum()
+
+    torch.manual_seed(0)
+    check_pieces(Summed().double().train(), (torch.randn(5, 4, 6, 7).double(),), 0, 2)
+
+
+def test_chains_of_convolutions_that_couple_images_or_lie_otherwise_are_left_alone() -> None:
+    x = torch.randn(5, 4, 6, 7)
+    left = [
+        nn.Sequential(nn.Conv2d(4, 24, 1), nn.BatchNorm2d(24), nn.GELU(), nn.Conv2d(24, 4, 1)),
+        nn.Sequential(nn.Conv2d(4, 24, 1), nn.Dropout(), nn.Conv2d(24, 4, 1)),
+        nn.Sequential(nn.Conv2d(4, 4, 1), nn.GELU(), nn.Conv2d(4, 4, 1)),
+    ]
+    for model in left:
+        assert mlps_of(graph_of(model.train(), x).graph_module.graph) == ()
+    last = inverted().to(memory_format=torch.channels_last)
+    assert mlps_of(graph_of(last, x.to(memory_format=torch.channels_last)).graph_module.graph) == ()
+    assert mlps_of(graph_of(inverted(), x[0]).graph_module.graph) == ()
 
 
 def test_chains_with_dropout_and_scores_read_elsewhere_are_left_alone() -> None:
