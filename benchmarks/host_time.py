@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import fxmem
 from benchmarks import models, ways
 from benchmarks.results_file import RESULTS, machine
-from fxmem.runtime.joint import JointSteps
+from fxmem.runtime.programs.joint import JointSteps
 
 MODELS = ("gpt2", "resnet50", "unet", "vit")
 SHARES = (0.5, 0.1)

@@ -52,7 +52,7 @@ from fxmem.progress import stage
 from fxmem.report.modules import module_rows
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
-from fxmem.runtime.joint import JointSteps
+from fxmem.runtime.programs.joint import JointSteps
 from fxmem.runtime.step_in_backward import has_foreign_hooks
 from fxmem.torch_patches import as_in_training
 

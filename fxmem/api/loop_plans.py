@@ -29,7 +29,7 @@ from fxmem.profiling.seen_loss import OtherSizeError, SeenLoss
 from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
-from fxmem.runtime.joint import some_of
+from fxmem.runtime.programs.joint import some_of
 from fxmem.user_frames import level_of_user, modules_called
 
 MOST_LOSSES = 4

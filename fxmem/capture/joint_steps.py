@@ -1,4 +1,4 @@
-"""Whether the steps of an emitted graph may run as programs (:mod:`fxmem.runtime.joint`).
+"""Whether the steps of an emitted graph may run as programs (:mod:`fxmem.runtime.programs.joint`).
 
 They do where a program is right, if ``FXMEM_RUNTIME=graph`` in the environment asks for that; ``FXMEM_RUNTIME=tape``, the
 default, asks for the tape.
@@ -18,7 +18,7 @@ from fxmem.capture.graph import CaptureGraph, Inputs, attribute_of
 from fxmem.capture.written_state import written_by
 from fxmem.errors import InputError
 from fxmem.runtime import compressed_ops, frozen_batch_norm, inplace_ops
-from fxmem.runtime.joint import JointSteps
+from fxmem.runtime.programs.joint import JointSteps
 from fxmem.runtime.scoped_ops import op_of, op_text, region_of
 from fxmem.torch_private import OpOverload, tree_leaves
 

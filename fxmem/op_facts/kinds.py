@@ -252,4 +252,4 @@ class CompiledRole(Role):
 
 
 class RecordedRole(Role):
-    """In a step that is written down (:mod:`fxmem.runtime.recording`)."""
+    """In a step that is written down (:mod:`fxmem.runtime.programs.recording`)."""

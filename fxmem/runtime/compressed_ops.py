@@ -22,7 +22,7 @@ import torch
 from fxmem.op_facts.kinds import CompressedForm
 from fxmem.op_facts.lookup import by_op, own_op, resolved
 from fxmem.runtime.layout import Geometry
-from fxmem.runtime.recording import as_one_call
+from fxmem.runtime.programs.recording import as_one_call
 from fxmem.torch_patches import in_batched_backward
 from fxmem.torch_private import (
     FakeTensor,

@@ -39,8 +39,8 @@ from fxmem.runtime.backend_flags import present, under
 from fxmem.runtime.host_memory import HostCopy
 from fxmem.runtime.layout import View, Views, layout_error, layout_message, memory_error
 from fxmem.runtime.out_of_memory import explainer
+from fxmem.runtime.programs.recording import at_work
 from fxmem.runtime.recompute import SavedInRerun, replayed, stash_random_states, without_graph
-from fxmem.runtime.recording import at_work
 from fxmem.runtime.retained import FOR_GOOD, Holding, RetainedGraph
 from fxmem.runtime.slots import Fresh, Handle, Held, Slot, unpack
 from fxmem.runtime.tape_table import NodeTape, TapeTable

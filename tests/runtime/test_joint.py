@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.runtime.joint import JointSteps
+from fxmem.runtime.programs.joint import JointSteps
 from tests.exactness import NUM_PROGRAMS, PLANS, check, same_bits
 from tests.runtime.models import Net, Smooth, loss_of
 

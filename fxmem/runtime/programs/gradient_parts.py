@@ -1,6 +1,6 @@
 """In how many parts a program's backward gives the gradients of its arguments, and which when.
 
-In: a :class:`~fxmem.runtime.recording.Recording`. Out: its :class:`Parts`: the backward without the sums that autograd
+In: a :class:`~.recording.Recording`. Out: its :class:`Parts`: the backward without the sums that autograd
 makes of what it is given, and after which instruction which gradients are handed over.
 
 NOTE [Parts]
@@ -23,7 +23,7 @@ from itertools import accumulate
 
 from fxmem.op_facts.kinds import RecordedRole
 from fxmem.op_facts.lookup import with_role
-from fxmem.runtime.recording import Instruction, Recording, Ref, written_by
+from fxmem.runtime.programs.recording import Instruction, Recording, Ref, written_by
 from fxmem.torch_private import OpOverload
 
 (SUM,) = with_role(RecordedRole, "sum")

@@ -1,6 +1,6 @@
 """A recorded step as two straight-line Python functions, in which each value goes right after its last use.
 
-In: a :class:`~fxmem.runtime.recording.Recording`. Out: a :class:`Program`. Operators are bound, numbers and dtypes are
+In: a :class:`~.recording.Recording`. Out: a :class:`Program`. Operators are bound, numbers and dtypes are
 looked up when it is made; running it is calls of ATen and nothing else.
 
 NOTE [Liveness]
@@ -23,11 +23,11 @@ import torch
 
 from fxmem.op_facts.kinds import InPlaceInBackward
 from fxmem.op_facts.lookup import by_op
-from fxmem.runtime.gradient_parts import SUM, Gradient, in_parts, made_by, replayed_blocks
 from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import bound
+from fxmem.runtime.programs.gradient_parts import SUM, Gradient, in_parts, made_by, replayed_blocks
+from fxmem.runtime.programs.recording import Instruction, Recording, Ref
 from fxmem.runtime.recompute import replayed, stash_random_states
-from fxmem.runtime.recording import Instruction, Recording, Ref
 from fxmem.torch_private import OpOverload, tree_leaves, without_modes
 
 aten = torch.ops.aten
@@ -75,7 +75,7 @@ class Program:
 
 def program_of(recording: Recording, *, at_once: bool) -> Program:
     """Return what runs ``recording`` again. ``at_once``: gradients that it gives go at once
-    (:mod:`fxmem.runtime.gradient_parts`)."""
+    (:mod:`fxmem.runtime.programs.gradient_parts`)."""
     with without_modes():
         return _Writer(recording, at_once=at_once).program()
 

@@ -2,8 +2,8 @@
 
 In: the emitted graph of a call. Out: the same outputs, and gradients of the same bits. The first step runs the graph as it
 is, on the tape, and shows which outputs have a gradient. Before the next one a step on the same arguments is run for
-nothing and written down (:mod:`fxmem.runtime.recording`); from then on steps run what was written
-(:mod:`fxmem.runtime.program`).
+nothing and written down (:mod:`fxmem.runtime.programs.recording`); from then on steps run what was written
+(:mod:`fxmem.runtime.programs.program`).
 
 NOTE [What stays on the tape]
 
@@ -42,12 +42,12 @@ from torch.func import functional_call
 
 from fxmem.runtime.autocast import Autocast, Regions
 from fxmem.runtime.layout import View
-from fxmem.runtime.program import Program, program_of
-from fxmem.runtime.program_call import ProgramCall, gated
+from fxmem.runtime.programs.program import Program, program_of
+from fxmem.runtime.programs.program_call import ProgramCall, gated
+from fxmem.runtime.programs.recording import Recording
+from fxmem.runtime.programs.written_step import Seen, bits_by, written_down
 from fxmem.runtime.recompute import replayed, stash_random_states
-from fxmem.runtime.recording import Recording
 from fxmem.runtime.step_in_backward import num_processes
-from fxmem.runtime.written_step import Seen, bits_by, written_down
 from fxmem.torch_private import current_backward, has_saved_tensor_hooks, storage_key
 
 NUM_LOOKED_AT = 4

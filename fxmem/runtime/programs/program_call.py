@@ -29,7 +29,7 @@ from fxmem.errors import SavedTensorModifiedError
 from fxmem.runtime.autocast import NOTHING, Autocast, autocast_as_in_forward
 from fxmem.runtime.backend_flags import present, under
 from fxmem.runtime.out_of_memory import explainer
-from fxmem.runtime.program import Program
+from fxmem.runtime.programs.program import Program
 from fxmem.runtime.recompute import replayed, stash_random_states
 from fxmem.torch_patches import in_batched_backward, outside_of_batch
 from fxmem.torch_private import (

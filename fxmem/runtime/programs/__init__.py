@@ -1,0 +1,1 @@
+"""Steps as programs: recorded once, run as straight-line code."""
