@@ -136,17 +136,18 @@ class StorageTracker(TorchDispatchMode):
     def _see_inside(self, func: Any, args: Any, kwargs: Any) -> None:
         """Count what the kernel of an op takes while it runs, beside its inputs and results."""
         inside = self._memory.inside(func, args, kwargs)
-        if inside.uses_library:
+        if inside.workspace_bound:
+            self._on_workspace(inside.workspace_bound)
+        serials = [(self._new_serial(), nbytes) for nbytes in inside.blocks]
+        for serial, nbytes in serials:
+            self._count("alloc", serial, nbytes)
+        if inside.uses_library:  # whose handle is asked for when arguments are ready: copies of matrices come first
             thread = "caller" if current_backward_node() is None else "autograd"
             if thread not in self.library_threads:
                 self.library_threads.add(thread)
                 self._on_library()
-        if inside.workspace_bound:
-            self._on_workspace(inside.workspace_bound)
-        serials = [(self._new_serial(), nbytes) for nbytes in inside.blocks]
-        for kind, each in (("alloc", serials), ("free", serials[::-1])):
-            for serial, nbytes in each:
-                self._count(kind, serial, nbytes)
+        for serial, nbytes in reversed(serials):
+            self._count("free", serial, nbytes)
 
     def _nbytes_of(self, tensor: torch.Tensor) -> int:
         return self._memory.weight(tensor.device.type, tensor.untyped_storage().nbytes())
