@@ -3,9 +3,9 @@
 In: an op's name, its arguments as plain data, a device. Out: :class:`Scratch`. Every rule says where in PyTorch
 (aten/src/ATen/native/...) its op is and whether it is exact or an upper bound; all are checked against figures recorded
 from PyTorch's own CUDA host code, version 2.14.1 (tests/profiling/test_cuda_scratch.py). Upper bounds hold for all
-recorded shapes and are no proofs: those of topk, large sorts, scans and index_put are fitted to the record. Not here:
-cuBLAS's and cuDNN's workspaces. Attention's rules are in :mod:`fxmem.profiling.cuda_scratch_attention`. No torch is
-needed.
+recorded shapes and are no proofs: those of large sorts and index_put are fitted to the record. Not here:
+cuBLAS's and cuDNN's workspaces. Rules of attention, and of indices, sorts and scans, are in
+:mod:`fxmem.profiling.cuda_scratch_attention` and :mod:`fxmem.profiling.cuda_scratch_sorting`. No torch is needed.
 """
 
 from __future__ import annotations
@@ -315,68 +315,6 @@ def convolution_backward(args: Arguments, device: DeviceModel) -> Scratch:
     largest = max(copies)
     copies.remove(largest)
     return takes(largest - bias_bytes, *copies, exact=exact)
-
-
-# -- indices, sorting, scans ----------------------------------------------------------------------------------------------
-
-
-@rule("embedding_dense_backward", "_embedding_bag_backward", "_embedding_bag_dense_backward")
-def embedding_backward(args: Arguments, device: DeviceModel) -> Scratch:
-    """Above 3,072 ids: gradients of partial segments of at most 10 ids in fp32, five arrays of 64-bit numbers an id, one
-    a partial segment. Exact for rows of 64 values or more, where sorting the ids takes less. Source:
-    cuda/EmbeddingBackwardKernel.cu, ``embedding_backward_cuda_kernel``; Embedding.cu."""
-    count = args["indices"].numel
-    grad = args.get("grad_output") or args["grad"]
-    if count <= 3072 and "grad_output" in args:
-        return Scratch()
-    partial = count // 10 + min(count, args["num_weights"])
-    width = grad.shape[-1]
-    return takes(
-        4 * partial * width + 40 * count + 8 * partial + 16, exact=width >= 64 and count <= args["num_weights"]
-    )
-
-
-@rule("index_put", "index_put_", "_index_put_impl_")
-def index_put(args: Arguments, device: DeviceModel) -> Scratch:
-    """Accumulating: the ids sorted, with where they came from, and twice that to sort them in; one pass and no second
-    pair for few. Upper bound. Source: cuda/Indexing.cu, ``index_put_with_sort_kernel``; cub's radix sort."""
-    if not args.get("accumulate"):
-        return Scratch(exact=False)
-    count = max((i.numel for i in args["indices"] if i is not None), default=0)
-    return takes(48 * count + count // 2 + 8192, exact=False)
-
-
-@rule("sort")
-def sort(args: Arguments, device: DeviceModel) -> Scratch:
-    """Up to 4,096 along the dimension: one row of 64-bit positions. More: keys twice and positions thrice for cub's radix
-    sort. The first exact, the second an upper bound. Source: cuda/Sort.cpp, ``sort_cuda_kernel``, SortStable.cu."""
-    x = args["self"]
-    length = x.shape[args.get("dim", -1)] if x.shape else 1
-    if length <= 4096:
-        return takes(8 * length)
-    single = x.numel == length
-    per_value = 2 * ITEM_BYTES[x.dtype] + (12 if single else 24)
-    tiles = x.numel // 2 + 16384 + (5 << 20 if ITEM_BYTES[x.dtype] <= 2 else 0)
-    return takes(per_value * x.numel + tiles, exact=False)
-
-
-@rule("topk")
-def topk(args: Arguments, device: DeviceModel) -> Scratch:
-    """Counters of a radix select by several blocks a row. Upper bound. Source: cuda/TensorTopK.cu, namespace
-    ``mbtopk``."""
-    x = args["self"]
-    rows = x.numel // max(1, x.shape[args.get("dim", -1)]) if x.shape else 1
-    return takes(1600 * rows + int(0.55 * x.numel) + 4096, exact=False)
-
-
-@rule("cumsum", "cumprod", "logcumsumexp")
-def scans(args: Arguments, device: DeviceModel) -> Scratch:
-    """Of one row alone: the state of every tile of cub's scan. Upper bound. Of several rows: nothing. Source:
-    cuda/ScanUtils.cuh, ``scan_dim``."""
-    x = args["self"]
-    if not x.shape or x.numel != x.shape[args["dim"]]:
-        return Scratch()
-    return takes(int(0.0045 * x.numel) + 1280, exact=False)
 
 
 def _dims(args: Arguments) -> Collection[int]:
