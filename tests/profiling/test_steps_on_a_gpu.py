@@ -24,7 +24,8 @@ from fxmem.devices import device_named
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
 from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents
-from fxmem.profiling.verify import eager_step
+from fxmem.profiling.training_step import BARE
+from fxmem.profiling.verify import eager_step, emitted_step
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import as_in_training
 
@@ -79,6 +80,49 @@ def test_ops_with_kernels_of_their_own_stay_whole() -> None:
             (nn.functional.silu(x) + nn.functional.mish(x) + nn.functional.rms_norm(x, (8,))).sum().backward()
     assert {"silu_backward", "mish_backward", "_fused_rms_norm"} <= set(seen)
     assert not {"sigmoid", "rsqrt", "tanh"} & set(seen)
+
+
+class HeadFirst(nn.Module):
+    """Its head is declared first and used last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(96, 128, bias=False)
+        self.body = nn.Sequential(nn.Linear(64, 96), nn.BatchNorm1d(96))
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x * self.scale))  # type: ignore[no-any-return]
+
+
+def events_of_head_first() -> tuple[StepEvents, StepEvents]:
+    """Return what the step allocates, the model's and that of its graph."""
+    model = HeadFirst()
+    inputs = Inputs.of_example(torch.randn(32, 64), None, model)
+    world = FakeWorld(inputs.leaves, "cuda", moved=True)
+    moved = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+    with as_in_training(), standing_in(device_named("h100-80gb")), world.state_of(model):
+        captured = capture(model, moved)
+        eager = eager_step(model, captured, moved, BARE)
+        emitted = emitted_step(captured.graph_module, captured, moved, BARE)
+    return eager.events, emitted.events
+
+
+def test_parameters_and_buffers_come_to_the_device_in_the_order_of_the_model_s_modules() -> None:
+    """The first block that fits serves, so order tells where gaps are."""
+    for events in events_of_head_first():
+        sizes = [nbytes for _, _, nbytes in events.present]
+        head, body, scale = [96 * 128 * 4], [64 * 96 * 4, 512, 512, 512, 512, 512, 512], [512]
+        assert sizes == [*head, *body, *scale, 32 * 64 * 4]
+
+
+def test_cublas_takes_its_workspace_when_copies_of_matrices_are_made() -> None:
+    """The sum's gradient is an expanded number, which the head's backward copies first."""
+    for events in events_of_head_first():
+        place, _ = events.libraries[1]
+        copied = 32 * 128 * 4
+        assert events.step[place - 1] == ("alloc", events.step[place - 1][1], copied)
+        assert events.step[place] == ("free", events.step[place - 1][1], copied)
 
 
 def blocks(dropout: float = 0.1) -> nn.Module:
