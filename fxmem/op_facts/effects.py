@@ -6,6 +6,7 @@ from fxmem.op_facts.kinds import (
     AddedByExport,
     InPlaceInBackward,
     InPlaceInLinear,
+    MadeFirst,
     MakesConstant,
     NeverRecompute,
     OpFact,
@@ -168,5 +169,12 @@ FACTS: tuple[OpFact, ...] = (
         value=QueryOnly(),
         why="a fake tensor answers queries such as its device by dispatch, as if they were ops of the step",
         test="test_a_query_is_no_op_of_the_step",
+    ),
+    OpFact(
+        ops=("aten.native_dropout.default",),
+        value=MadeFirst(1),
+        why="fakes come in the order in which they are returned; which free block each result finds is up to the kernel's",
+        test="test_a_dropout_s_mask_is_allocated_before_its_result",
+        device="cuda",
     ),
 )

@@ -102,6 +102,13 @@ class AddedByExport:
 
 
 @dataclass(frozen=True, slots=True)
+class MadeFirst:
+    """Of its results, it allocates one before the others."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
 class QueryOnly:
     """It asks a tensor about itself, and neither computes nor allocates."""
 

@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from fxmem.op_facts.kinds import QueryOnly
-from fxmem.op_facts.lookup import by_namespace
+from fxmem.op_facts.kinds import MadeFirst, QueryOnly
+from fxmem.op_facts.lookup import by_namespace, by_op
 from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.device_memory import EVERYWHERE, DeviceMemory
 from fxmem.profiling.unwatched_writes import UnwatchedWrites
@@ -187,8 +187,11 @@ class StorageTracker(TorchDispatchMode):
         self._unwatched.ran(func, output)
         if written_over and output.nbytes == args[0].nbytes:
             self._move(args[0], output)
-        self._see(output, counted=True)
-        if self._memory.model is not None:
+        if self._memory.model is None:
+            self._see(output, counted=True)
+        else:
+            first = _MADE_FIRST.get(func)
+            self._see(output if first is None else (output[first.place], output), counted=True)
             self._see_inside(func, args, kwargs)
         if self._on_op is not None:
             self._on_op(func, args, kwargs, output)
@@ -204,6 +207,7 @@ class StorageTracker(TorchDispatchMode):
 _indices, _values = torch.ops.aten._indices.default, torch.ops.aten._values.default
 """Of any sparse tensor; the methods without an underscore want a coalesced one."""
 _QUERIES = by_namespace(QueryOnly)
+_MADE_FIRST = by_op(MadeFirst, "cuda")
 
 
 def has_storage(leaf: object) -> TypeGuard[torch.Tensor]:

@@ -23,7 +23,9 @@ from fxmem.capture.graph import Inputs
 from fxmem.devices import device_named
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
-from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents
+from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents, StepLog
+from fxmem.profiling.device_memory import DeviceMemory
+from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.profiling.training_step import BARE
 from fxmem.profiling.verify import eager_step, emitted_step
 from fxmem.runtime.autocast import Autocast
@@ -123,6 +125,17 @@ def test_cublas_takes_its_workspace_when_copies_of_matrices_are_made() -> None:
         copied = 32 * 128 * 4
         assert events.step[place - 1] == ("alloc", events.step[place - 1][1], copied)
         assert events.step[place] == ("free", events.step[place - 1][1], copied)
+
+
+def test_a_dropout_s_mask_is_allocated_before_its_result() -> None:
+    log = StepLog()
+    model = DeviceMemory(device_named("h100-80gb"))
+    with standing_in(device_named("h100-80gb")), FakeWorld((), "cuda", moved=True).active():
+        x = torch.ones(64, 64, device="cuda")
+        with StorageTracker(log.note, memory=model):
+            nn.functional.dropout(x, 0.5)
+    sizes = [nbytes for kind, _, nbytes in log.events(()).step if kind == "alloc" and nbytes]
+    assert sizes == [64 * 64, 64 * 64 * 4]
 
 
 def blocks(dropout: float = 0.1) -> nn.Module:
