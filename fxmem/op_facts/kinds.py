@@ -103,9 +103,11 @@ class AddedByExport:
 
 @dataclass(frozen=True, slots=True)
 class MadeFirst:
-    """Of its results, it allocates one before the others."""
+    """Of its results, it allocates these before the others."""
 
-    place: int
+    places: tuple[int, ...]
+    depthwise: bool = False
+    """Whether only a depthwise convolution does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,8 +190,7 @@ class StorageTracker(TorchDispatchMode):
         if self._memory.model is None:
             self._see(output, counted=True)
         else:
-            first = _MADE_FIRST.get(func)
-            self._see(output if first is None else (output[first.place], output), counted=True)
+            self._see((made_first(func, args, output), output), counted=True)
             self._see_inside(func, args, kwargs)
         if self._on_op is not None:
             self._on_op(func, args, kwargs, output)
@@ -208,6 +207,14 @@ _indices, _values = torch.ops.aten._indices.default, torch.ops.aten._values.defa
 """Of any sparse tensor; the methods without an underscore want a coalesced one."""
 _QUERIES = by_namespace(QueryOnly)
 _MADE_FIRST = by_op(MadeFirst, "cuda")
+
+
+def made_first(func: Any, args: Any, output: Any) -> list[Any]:
+    """Return those results of an op that its kernel on CUDA allocates before the others."""
+    fact = _MADE_FIRST.get(func)
+    if fact is None or (fact.depthwise and not args[1].shape[1] == args[9] > 1):
+        return []
+    return [output[place] for place in fact.places]
 
 
 def has_storage(leaf: object) -> TypeGuard[torch.Tensor]:

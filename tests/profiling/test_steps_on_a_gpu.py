@@ -7,6 +7,7 @@ The figures are those of ``benchmarks/results/cuda_eager_h100-80gb.json``, recor
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +128,45 @@ def test_cublas_takes_its_workspace_when_copies_of_matrices_are_made() -> None:
         assert events.step[place] == ("free", events.step[place - 1][1], copied)
 
 
+def allocated_by(call: Callable[[], Any]) -> list[int]:
+    """Return the bytes of what ``call`` allocates on an H100, in order."""
+    log, gpu = StepLog(), device_named("h100-80gb")
+    with standing_in(gpu), FakeWorld((), "cuda", moved=True).active():
+        with StorageTracker(log.note, memory=DeviceMemory(gpu)):
+            held = call()
+        del held
+    return [nbytes for kind, _, nbytes in log.events(()).step if kind == "alloc" and nbytes]
+
+
+def on_gpu(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.ones(*shape, device="cuda", **options)
+
+
 def test_a_dropout_s_mask_is_allocated_before_its_result() -> None:
-    log = StepLog()
-    model = DeviceMemory(device_named("h100-80gb"))
-    with standing_in(device_named("h100-80gb")), FakeWorld((), "cuda", moved=True).active():
-        x = torch.ones(64, 64, device="cuda")
-        with StorageTracker(log.note, memory=model):
-            nn.functional.dropout(x, 0.5)
-    sizes = [nbytes for kind, _, nbytes in log.events(()).step if kind == "alloc" and nbytes]
-    assert sizes == [64 * 64, 64 * 64 * 4]
+    sizes = allocated_by(lambda: torch.native_dropout(on_gpu(64, 64), 0.5, True))
+    assert sizes[1:] == [64 * 64, 64 * 64 * 4]
+
+
+def test_bags_are_counted_before_they_are_made() -> None:
+    def call() -> Any:
+        table, ids = on_gpu(100, 64), on_gpu(64 * 16, dtype=torch.long)
+        offsets = torch.arange(64, device="cuda") * 16
+        return torch.ops.aten._embedding_bag(table, ids, offsets, False, 1)
+
+    result, count, bag = 64 * 64 * 4, 64 * 8, 64 * 16 * 8
+    sizes = allocated_by(call)
+    assert sizes[sizes.index(result) - 2 :][:3] == [count, bag, result]
+
+
+def test_a_depthwise_convolution_makes_the_weight_s_gradient_first() -> None:
+    def call(groups: int) -> Any:
+        x, weight = on_gpu(2, 32, 16, 16), on_gpu(32, 32 // groups, 3, 3)
+        geometry = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+        return torch.ops.aten.convolution_backward(x, x, weight, *geometry, [True, True, False])
+
+    image, kernel = 2 * 32 * 16 * 16 * 4, 32 * 9 * 4
+    assert allocated_by(lambda: call(32))[2:] == [1536, image]
+    assert allocated_by(lambda: call(1))[2:] == [image, 32 * kernel]
 
 
 def blocks(dropout: float = 0.1) -> nn.Module:
