@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fxmem.devices import DeviceModel
 from fxmem.profiling.cuda_reduction import ITEM_BYTES
 from fxmem.profiling.cuda_scratch import Arguments, Scratch, rule, takes
@@ -25,12 +27,27 @@ def embedding_backward(args: Arguments, device: DeviceModel) -> Scratch:
 
 @rule("index_put", "index_put_", "_index_put_impl_")
 def index_put(args: Arguments, device: DeviceModel) -> Scratch:
-    """Accumulating: the ids sorted, with where they came from, and twice that to sort them in; one pass and no second
-    pair for few. Upper bound. Source: cuda/Indexing.cu, ``index_put_with_sort_kernel``; cub's radix sort."""
+    """Accumulating: ids and where they came from, both sorted too, and what sorting them takes. Exact with one tensor of
+    indices, else an upper bound. Source: cuda/Indexing.cu, ``index_put_with_sort_kernel``."""
+    indices = [i for i in args["indices"] if i is not None]
     if not args.get("accumulate"):
         return Scratch(exact=False)
-    count = max((i.numel for i in args["indices"] if i is not None), default=0)
-    return takes(48 * count + count // 2 + 8192, exact=False)
+    count = max((i.numel for i in indices), default=0)
+    indexed = zip(args["self"].shape, args["indices"], strict=False)
+    most = math.prod(size for size, index in indexed if index is not None)
+    sorting = _sorting_pairs(count, most.bit_length(), device)
+    return takes(*4 * (8 * count,), sorting, exact=len(indices) == 1 and device.capability >= (8, 0))
+
+
+def _sorting_pairs(count: int, bits: int, device: DeviceModel) -> int:
+    """Bytes of cub's radix sort of 64-bit pairs by so many bits: nothing for one tile; else a second buffer of both where
+    there are several passes, counts of each pass and each tile. Source: ``DispatchRadixSort`` and ``InvokeOnesweep``."""
+    if count <= 2304:
+        return 1
+    passes = -(-bits // 8)
+    buffers = 2 * _aligned(8 * count) if passes > 1 else 0
+    tiles = -(-count // (4608 if device.capability >= (9, 0) else 3840))
+    return buffers + 2048 * passes + 1024 * tiles + 511
 
 
 SMALL_SORT = 4096
