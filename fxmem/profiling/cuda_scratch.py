@@ -3,9 +3,9 @@
 In: an op's name, its arguments as plain data, a device. Out: :class:`Scratch`. Every rule says where in PyTorch
 (aten/src/ATen/native/...) its op is and whether it is exact or an upper bound; all are checked against figures recorded
 from PyTorch's own CUDA host code, version 2.14.1 (tests/profiling/test_cuda_scratch.py). Upper bounds hold for all
-recorded shapes and are no proofs: those of large sorts are fitted to the record. Not here:
-cuBLAS's and cuDNN's workspaces. Rules of attention, and of indices, sorts and scans, are in
-:mod:`fxmem.profiling.cuda_scratch_attention` and :mod:`fxmem.profiling.cuda_scratch_sorting`. No torch is needed.
+recorded shapes and are no proofs: those of large sorts are fitted to the record. Not here: cuBLAS's and cuDNN's
+workspaces. Rules of attention, indices, sorts and scans are in :mod:`fxmem.profiling.cuda_scratch_libraries`. No torch
+is needed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 
 from fxmem.devices import DeviceModel
 from fxmem.fake.stand_in import cuda_model
-from fxmem.profiling import cuda_scratch_attention, cuda_scratch_sorting  # noqa: F401  (their rules)
+from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
 from fxmem.profiling.caching_allocator import cublas_workspace_bytes, rounded
 from fxmem.profiling.cuda_reduction import TensorRecord
 from fxmem.profiling.cuda_scratch import has_rule, scratch_of, uses_cublas

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxmem.devices import DeviceModel, device_named
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
-from fxmem.profiling import cuda_scratch_attention, cuda_scratch_sorting  # noqa: F401  (their rules)
+from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
 from fxmem.profiling.cuda_reduction import TensorRecord
 from fxmem.profiling.cuda_scratch import Scratch, has_rule, scratch_of
 from fxmem.profiling.device_memory import DeviceMemory

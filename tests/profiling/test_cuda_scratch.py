@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fxmem.devices import DEVICES
-from fxmem.profiling import cuda_scratch_attention, cuda_scratch_sorting  # noqa: F401  (their rules)
+from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
 from fxmem.profiling.cuda_reduction import TensorRecord, contiguous, reduction_blocks
 from fxmem.profiling.cuda_scratch import RULES, Scratch, scratch_of
 from fxmem.profiling.cudnn_workspace import workspace_bound
