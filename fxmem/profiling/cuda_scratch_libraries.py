@@ -11,7 +11,6 @@ from fxmem.devices import DeviceModel
 from fxmem.profiling.cuda_reduction import ITEM_BYTES, TensorRecord, contiguous
 from fxmem.profiling.cuda_scratch import Arguments, Scratch, rule, takes
 
-
 # -- attention -----------------------------------------------------------------------------------------------------------
 
 
