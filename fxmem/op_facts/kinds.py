@@ -107,7 +107,7 @@ class MadeFirst:
 
     places: tuple[int, ...]
     depthwise: bool = False
-    """Whether only a depthwise convolution does."""
+    """Whether only a convolution in PyTorch's own depthwise kernel does."""
 
 
 @dataclass(frozen=True, slots=True)

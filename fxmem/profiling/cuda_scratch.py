@@ -236,6 +236,42 @@ def group_norm_backward(args: Arguments, device: DeviceModel) -> Scratch:
     return takes(12 * channels + 8 * groups, exact=args["HxW"] > 1 and args.get("weight") is not None)
 
 
+@rule("native_batch_norm")
+def batch_norm(args: Arguments, device: DeviceModel) -> Scratch:
+    """With channels last, partial Welford states of blocks that share a channel, and a counter for each group. Exact.
+    Source: cuda/Normalization.cuh, ``batch_norm_stats_channels_last_cuda_template``, ``flexible_launch_configs``."""
+    return _of_normed_channels(args["input"], 4) if args["training"] else Scratch()
+
+
+@rule("native_batch_norm_backward")
+def batch_norm_backward(args: Arguments, device: DeviceModel) -> Scratch:
+    """With channels last, two sums for every channel; before the gradient is made, their partial sums and counters. Exact.
+    Source: cuda/Normalization.cu, ``batch_norm_backward_cuda``; Normalization.cuh,
+    ``batch_norm_backward_reduce_cuda_channels_last_template``."""
+    x = args["input"]
+    if not args["train"] or not _channels_vary_fastest(x):
+        return Scratch()
+    before = _of_normed_channels(x, 2).transient_bytes
+    return takes(*2 * (4 * x.shape[1],), max(0, before - x.nbytes))
+
+
+def _channels_vary_fastest(x: TensorRecord) -> bool:
+    return (len(x.shape) == 2 and x.strides[1] == 1) or (len(x.shape) > 3 and _is_dense(x, channels_last=True))
+
+
+def _of_normed_channels(x: TensorRecord, values: int) -> Scratch:
+    if not _channels_vary_fastest(x):
+        return Scratch()
+    channels = x.shape[1]
+    rows = x.numel // channels
+    wide, high = (1 << (max(1, n).bit_length() - 1) for n in (channels, -(-rows // 16)))
+    width = min(wide, 32)
+    height = min(high, 512 // width)
+    width = min(wide, 512 // height)
+    blocks = min(-(-rows // (16 * height)), 128)
+    return Scratch() if blocks < 8 else takes(4 * values * channels * blocks, 4 * -(-channels // width))
+
+
 def _suggests_channels_last(x: TensorRecord) -> bool:
     """True if channels vary fastest, with or without gaps. Source: c10/core/MemoryFormat.h, ``suggest_memory_format``."""
     if len(x.shape) not in (4, 5) or 0 in x.shape or x.strides[1] == 0:
@@ -276,8 +312,33 @@ def _in_channels_last(x: TensorRecord, weight: TensorRecord) -> bool:
     return _suggests_channels_last(x) or _suggests_channels_last(weight)
 
 
-def _is_depthwise(args: Arguments) -> bool:
-    return bool(args["groups"] == args["input"].shape[1] > 1)
+def in_depthwise_kernel(args: Arguments) -> bool:
+    """True if a convolution runs in PyTorch's own depthwise kernel. Source: native/Convolution.cpp,
+    ``use_cudnn_depthwise``, ``check_cudnn_depthwise_workload_with_filter``."""
+    x, weight = args["input"], args["weight"]
+    if not args["groups"] == x.shape[1] > 1 or args["transposed"] or _in_channels_last(x, weight):
+        return False
+    stride = args["stride"]
+    if not x.dtype == weight.dtype == "float16" or len(x.shape) != 4 or x.shape[1] < 32:
+        return True
+    if any(d != 1 for d in args["dilation"]) or (stride[0] != stride[-1] and x.shape[2] != 1):
+        return True
+    return not _cudnn_is_faster(x, weight, stride[-1])
+
+
+def _cudnn_is_faster(x: TensorRecord, weight: TensorRecord, stride: int) -> bool:
+    """Whether a depthwise convolution in fp16 is given to cuDNN."""
+    count, channels, height, width = x.shape
+    if height == 1 and stride == 1:
+        return True
+    size = weight.shape[3]
+    if weight.shape[2] != size or size not in (1, 3, 5) or width < 7:
+        return False
+    if stride != 2:
+        return stride == 1
+    if size == 1:
+        return width <= 28 if count == 1 else count <= 16 and channels >= 128 and width <= 7
+    return count == 1 or channels >= 512 or (channels >= 256 and width >= 28)
 
 
 @rule("convolution")
@@ -286,7 +347,7 @@ def convolution(args: Arguments, device: DeviceModel) -> Scratch:
     kernels go by the input, and copy it if it has gaps. Exact but for cuDNN's workspace. Source: cudnn/ConvShared.cpp,
     ``cudnn_convolution_forward``; cuda/DepthwiseConv2d.cu."""
     x, weight = args["input"], args["weight"]
-    if _is_depthwise(args):
+    if in_depthwise_kernel(args):
         return takes(_copied(x, _suggests_channels_last(x)))
     last = _in_channels_last(x, weight)
     return takes(_copied(x, last), _copied(weight, last))
@@ -300,7 +361,7 @@ def convolution_backward(args: Arguments, device: DeviceModel) -> Scratch:
     last and the input is not, or a depthwise input has gaps. Source: Convolution.cpp, ``convolution_backward``;
     cudnn/ConvShared.cpp; cuda/DepthwiseConv2d.cu."""
     grad, x, mask = args["grad_output"], args["input"], args["output_mask"]
-    depthwise = _is_depthwise(args)
+    depthwise = in_depthwise_kernel(args)
     last = _suggests_channels_last(x) if depthwise else _in_channels_last(x, args["weight"])
     exact = last == _suggests_channels_last(x) and not (depthwise and _copied(x, last))
     copies = [_copied(grad, last)]

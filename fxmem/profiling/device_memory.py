@@ -15,10 +15,12 @@ import torch
 
 from fxmem.devices import DeviceModel
 from fxmem.fake.stand_in import cuda_model
+from fxmem.op_facts.kinds import MadeFirst
+from fxmem.op_facts.lookup import by_op
 from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
 from fxmem.profiling.caching_allocator import cublas_workspace_bytes, rounded
 from fxmem.profiling.cuda_reduction import TensorRecord
-from fxmem.profiling.cuda_scratch import has_rule, scratch_of, uses_cublas
+from fxmem.profiling.cuda_scratch import has_rule, in_depthwise_kernel, scratch_of, uses_cublas
 from fxmem.profiling.cudnn_workspace import workspace_bound
 from fxmem.torch_private import schema_of
 
@@ -66,6 +68,13 @@ class DeviceMemory:
         blocks = tuple(map(rounded, scratch.blocks))
         return Inside(blocks, uses_cublas(name), rounded(workspace_bound(name, given)))
 
+    def made_first(self, func: Any, args: Any, kwargs: Any, output: Any) -> list[Any]:
+        """Return those results of a dispatched op that its kernel on CUDA allocates before the others."""
+        fact = _MADE_FIRST.get(func)
+        if fact is None or (fact.depthwise and not in_depthwise_kernel(_by_name(func, args, kwargs))):
+            return []
+        return [output[place] for place in fact.places]
+
     def workspaces(self, num_threads: int) -> tuple[int, ...]:
         """Return the bytes of cuBLAS's workspaces, one for each thread."""
         if self.model is None:
@@ -75,6 +84,7 @@ class DeviceMemory:
 
 
 EVERYWHERE = DeviceMemory()
+_MADE_FIRST = by_op(MadeFirst, "cuda")
 
 
 def _is_on_cuda(args: Any) -> bool:

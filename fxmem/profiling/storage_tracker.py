@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from fxmem.op_facts.kinds import MadeFirst, QueryOnly
-from fxmem.op_facts.lookup import by_namespace, by_op
+from fxmem.op_facts.kinds import QueryOnly
+from fxmem.op_facts.lookup import by_namespace
 from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.device_memory import EVERYWHERE, DeviceMemory
 from fxmem.profiling.unwatched_writes import UnwatchedWrites
@@ -190,7 +190,7 @@ class StorageTracker(TorchDispatchMode):
         if self._memory.model is None:
             self._see(output, counted=True)
         else:
-            self._see((made_first(func, args, output), output), counted=True)
+            self._see((self._memory.made_first(func, args, kwargs, output), output), counted=True)
             self._see_inside(func, args, kwargs)
         if self._on_op is not None:
             self._on_op(func, args, kwargs, output)
@@ -206,15 +206,6 @@ class StorageTracker(TorchDispatchMode):
 _indices, _values = torch.ops.aten._indices.default, torch.ops.aten._values.default
 """Of any sparse tensor; the methods without an underscore want a coalesced one."""
 _QUERIES = by_namespace(QueryOnly)
-_MADE_FIRST = by_op(MadeFirst, "cuda")
-
-
-def made_first(func: Any, args: Any, output: Any) -> list[Any]:
-    """Return those results of an op that its kernel on CUDA allocates before the others."""
-    fact = _MADE_FIRST.get(func)
-    if fact is None or (fact.depthwise and not args[1].shape[1] == args[9] > 1):
-        return []
-    return [output[place] for place in fact.places]
 
 
 def has_storage(leaf: object) -> TypeGuard[torch.Tensor]:
