@@ -231,6 +231,8 @@ def _fake_step(
         if phase is Phase.OPTIMIZER:
             left = gradients_of(parameters) if optimizer is None else optimizer.left(parameters)
             log.optimizer_starts()
+        elif phase is Phase.BACKWARD:
+            log.backward_starts()
         if watch is not None:
             watch.note_phase(phase, (t.grad for t in (*parameters, *fakes) if t.grad is not None))
 
@@ -249,6 +251,7 @@ def _fake_step(
         tracker.hold(fakes)
         log.state_starts()
         state_bytes = 0 if optimizer is None else optimizer.hold()
+        log.scaler_starts()
         tracker.hold(tensors_of([scaler]))
         log.step_starts()
         if watch is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from fxmem.capture.graph import Inputs
 from fxmem.devices import device_named
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
-from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents, StepLog
+from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents, StepLog, allocator_peaks
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.profiling.training_step import BARE
@@ -265,3 +266,11 @@ def test_fused_optimizers_on_a_gpu_that_is_not_here(make: Any, allocated_bytes: 
     estimate = fxmem.estimate(model, torch.randn(64, 1024), optimizer=optimizer, device="cuda:h100", plan_seconds=1)
     assert estimate.cuda is not None
     assert estimate.cuda.allocated_bytes == allocated_bytes + 2048
+
+
+def test_a_scaler_s_state_is_made_where_the_first_loss_is_scaled() -> None:
+    step = (("alloc", 8, 2 * MIB), ("free", 8, 0), ("alloc", 9, MIB), ("free", 9, 0))
+    first = StepEvents(step=step, scaler=(("alloc", 7, 3 * MIB),), scaled_at=2, optimizer_at=4)
+    assert allocator_peaks(first.history(1)).allocated_bytes == 4 * MIB
+    assert first.peaks().allocated_bytes == 5 * MIB
+    assert replace(first, workspaces=((0, 4 * MIB),)).peaks().most_allocated_bytes == 7 * MIB
