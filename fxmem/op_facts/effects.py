@@ -187,9 +187,16 @@ FACTS: tuple[OpFact, ...] = (
     ),
     OpFact(
         ops=("aten.convolution_backward.default",),
-        value=MadeFirst((1,), depthwise=True),
+        value=MadeFirst((1,), where="depthwise"),
         why=_ORDER,
         test="test_a_depthwise_convolution_makes_the_weight_s_gradient_first",
+        device="cuda",
+    ),
+    OpFact(
+        ops=("aten.native_batch_norm_backward.default",),
+        value=MadeFirst((1, 2), where="channels last"),
+        why=_ORDER,
+        test="test_a_norm_with_channels_last_makes_the_input_s_gradient_last",
         device="cuda",
     ),
 )

@@ -106,8 +106,8 @@ class MadeFirst:
     """Of its results, it allocates these before the others."""
 
     places: tuple[int, ...]
-    depthwise: bool = False
-    """Whether only a convolution in PyTorch's own depthwise kernel does."""
+    where: Literal["always", "depthwise", "channels last"] = "always"
+    """In which kernels of PyTorch's own: of depthwise convolutions, of norms with channels last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,17 +24,18 @@ Arguments = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Scratch:
     """``blocks``: bytes of each allocation that lives beside inputs and outputs while the op runs, where most do.
-    ``kept_bytes``: what an output's storage holds beyond its elements for as long as the output lives. ``exact``: False
-    for an upper bound."""
+    ``first``: of those before, from before outputs are made. ``kept_bytes``: what an output's storage holds beyond its
+    elements for as long as the output lives. ``exact``: False for an upper bound."""
 
     blocks: tuple[int, ...] = ()
     kept_bytes: int = 0
     exact: bool = True
+    first: tuple[int, ...] = ()
 
     @property
     def transient_bytes(self) -> int:
         """Most that lives beside inputs and outputs while the op runs."""
-        return sum(self.blocks)
+        return max(sum(self.first), sum(self.blocks))
 
 
 Rule = Callable[[Arguments, DeviceModel], Scratch]
@@ -97,9 +98,9 @@ def _is_matrix(x: TensorRecord) -> bool:
     return (step == 1 and row_step >= max(1, columns)) or (row_step == 1 and step >= max(1, rows))
 
 
-def takes(*blocks: int, kept_bytes: int = 0, exact: bool = True) -> Scratch:
+def takes(*blocks: int, kept_bytes: int = 0, exact: bool = True, first: Collection[int] = ()) -> Scratch:
     """Return the scratch of these blocks, but for empty ones."""
-    return Scratch(tuple(nbytes for nbytes in blocks if nbytes), kept_bytes, exact)
+    return Scratch(tuple(filter(None, blocks)), kept_bytes, exact, tuple(filter(None, first)))
 
 
 # -- reductions -----------------------------------------------------------------------------------------------------------
@@ -249,18 +250,19 @@ def batch_norm_backward(args: Arguments, device: DeviceModel) -> Scratch:
     Source: cuda/Normalization.cu, ``batch_norm_backward_cuda``; Normalization.cuh,
     ``batch_norm_backward_reduce_cuda_channels_last_template``."""
     x = args["input"]
-    if not args["train"] or not _channels_vary_fastest(x):
+    if not args["train"] or not channels_vary_fastest(x):
         return Scratch()
     before = _of_normed_channels(x, 2).transient_bytes
     return takes(*2 * (4 * x.shape[1],), max(0, before - x.nbytes))
 
 
-def _channels_vary_fastest(x: TensorRecord) -> bool:
+def channels_vary_fastest(x: TensorRecord) -> bool:
+    """True if a norm takes ``x`` as one with channels last. Source: ``batch_norm_use_channels_last_kernels``."""
     return (len(x.shape) == 2 and x.strides[1] == 1) or (len(x.shape) > 3 and _is_dense(x, channels_last=True))
 
 
 def _of_normed_channels(x: TensorRecord, values: int) -> Scratch:
-    if not _channels_vary_fastest(x):
+    if not channels_vary_fastest(x):
         return Scratch()
     channels = x.shape[1]
     rows = x.numel // channels
@@ -348,9 +350,9 @@ def convolution(args: Arguments, device: DeviceModel) -> Scratch:
     ``cudnn_convolution_forward``; cuda/DepthwiseConv2d.cu."""
     x, weight = args["input"], args["weight"]
     if in_depthwise_kernel(args):
-        return takes(_copied(x, _suggests_channels_last(x)))
+        return takes(first=[_copied(x, _suggests_channels_last(x))])
     last = _in_channels_last(x, weight)
-    return takes(_copied(x, last), _copied(weight, last))
+    return takes(first=[_copied(x, last), _copied(weight, last)])
 
 
 @rule("convolution_backward")
@@ -368,14 +370,12 @@ def convolution_backward(args: Arguments, device: DeviceModel) -> Scratch:
     if mask[1] and not (depthwise and mask[0]):
         copies.append(_copied(x, last))
     if not mask[2]:
-        return takes(*copies, exact=exact)
+        return takes(exact=exact, first=copies)
     partial = _reduced(grad, [d for d in range(len(grad.shape)) if d != 1], device, 4)
-    bias_bytes = grad.shape[1] * ITEM_BYTES[grad.dtype]
-    if sum(copies) - bias_bytes <= sum(partial):
-        return takes(*partial, exact=exact and _offsets_fit(grad))
     largest = max(copies)
-    copies.remove(largest)
-    return takes(largest - bias_bytes, *copies, exact=exact)
+    copies.remove(largest)  # all are gone when the bias's gradient is made
+    copies.append(max(0, largest - grad.shape[1] * ITEM_BYTES[grad.dtype]))
+    return takes(*partial, exact=exact and (sum(copies) > sum(partial) or _offsets_fit(grad)), first=copies)
 
 
 def _dims(args: Arguments) -> Collection[int]:

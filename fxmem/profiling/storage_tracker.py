@@ -133,19 +133,27 @@ class StorageTracker(TorchDispatchMode):
         self._serials[key] = serial
         self._refs[key] = weakref.ref(storage, lambda _: self._remove(key, serial, nbytes))
 
-    def _see_inside(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Count what the kernel of an op takes while it runs, beside its inputs and results."""
+    def _see_made(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Count what an op made on CUDA, and what its kernel takes while it runs beside inputs and results."""
         inside = self._memory.inside(func, args, kwargs)
+        with self._beside(inside.first):
+            self._see((self._memory.made_first(func, args, kwargs, output), output), counted=True)
         if inside.workspace_bound:
             self._on_workspace(inside.workspace_bound)
-        serials = [(self._new_serial(), nbytes) for nbytes in inside.blocks]
+        with self._beside(inside.blocks):
+            if inside.uses_library:  # whose handle is asked for when arguments are ready: copies of matrices come first
+                thread = "caller" if current_backward_node() is None else "autograd"
+                if thread not in self.library_threads:
+                    self.library_threads.add(thread)
+                    self._on_library()
+
+    @contextmanager
+    def _beside(self, blocks: Iterable[int]) -> Iterator[None]:
+        """Count blocks of so many bytes as alive in the body."""
+        serials = [(self._new_serial(), nbytes) for nbytes in blocks]
         for serial, nbytes in serials:
             self._count("alloc", serial, nbytes)
-        if inside.uses_library:  # whose handle is asked for when arguments are ready: copies of matrices come first
-            thread = "caller" if current_backward_node() is None else "autograd"
-            if thread not in self.library_threads:
-                self.library_threads.add(thread)
-                self._on_library()
+        yield
         for serial, nbytes in reversed(serials):
             self._count("free", serial, nbytes)
 
@@ -190,8 +198,7 @@ class StorageTracker(TorchDispatchMode):
         if self._memory.model is None:
             self._see(output, counted=True)
         else:
-            self._see((self._memory.made_first(func, args, kwargs, output), output), counted=True)
-            self._see_inside(func, args, kwargs)
+            self._see_made(func, args, kwargs, output)
         if self._on_op is not None:
             self._on_op(func, args, kwargs, output)
         return output

@@ -268,6 +268,25 @@ def test_fused_optimizers_on_a_gpu_that_is_not_here(make: Any, allocated_bytes: 
     assert estimate.cuda.allocated_bytes == allocated_bytes + 2048
 
 
+def test_a_norm_with_channels_last_makes_the_input_s_gradient_last() -> None:
+    def call() -> Any:
+        x = on_gpu(2, 32, 16, 16, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        weight = on_gpu(32)
+        norm = torch.ops.aten.native_batch_norm_backward
+        return norm(x, x, weight, None, None, weight, weight, True, 1e-5, [True, True, True])
+
+    assert allocated_by(call)[3:6] == [512, 512, 2 * 32 * 16 * 16 * 2]
+
+
+def test_copies_that_a_convolution_makes_are_there_before_its_result() -> None:
+    def call() -> Any:
+        x, weight = on_gpu(2, 8, 64, 64).to(memory_format=torch.channels_last), on_gpu(16, 8, 3, 3)
+        return torch.conv2d(x, weight, padding=1)
+
+    kernel, result = 16 * 8 * 9 * 4, 2 * 16 * 64 * 64 * 4
+    assert allocated_by(call)[3:] == [kernel, result]
+
+
 def test_a_scaler_s_state_is_made_where_the_first_loss_is_scaled() -> None:
     step = (("alloc", 8, 2 * MIB), ("free", 8, 0), ("alloc", 9, MIB), ("free", 9, 0))
     first = StepEvents(step=step, scaler=(("alloc", 7, 3 * MIB),), scaled_at=2, optimizer_at=4)
