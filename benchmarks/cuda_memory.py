@@ -29,7 +29,7 @@ from torch import nn
 
 import fxmem
 from benchmarks.cuda_cases import CASES, Case
-from benchmarks.results_file import machine
+from benchmarks.results_file import RESULTS, machine
 
 SHARES = (0.0, 0.35, 0.75)
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -178,6 +178,34 @@ def table(before: Path, after: Path) -> None:
             continue
         shares = (100 * (one[key] / other[key] - 1) for key in ("allocated", "reserved"))
         print(f"{name:40} {one['allocated']:>14,} {other['allocated']:>14,}" + "".join(f" {s:+8.3f} %" for s in shares))
+
+
+DEVICES = ("h100-80gb", "a100-80gb")
+"""GPUs whose budgets are among the committed results."""
+
+
+def told() -> str:
+    """Return a sentence on the budgets of the committed results."""
+    files = [json.loads((RESULTS / f"cuda_budgets_{device}.json").read_text()) for device in DEVICES]
+    parts = [_told_of(device, found["cases"]) for device, found in zip(DEVICES, files, strict=True)]
+    facts = files[0]["machine"]
+    return (
+        "On devices that run PyTorch's own CUDA host code and compute nothing (`tests/cuda_stub`), AdamW and SGD, three "
+        f"budgets each from the floor up: {'; '.join(parts)}. Each step ran as in a new process; cuDNN's workspaces, which "
+        "such a device does not take, come on top (`python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_memory "
+        f"budgets h100-80gb FILE`, torch {facts['torch']}, {facts['date']})."
+    )
+
+
+def _told_of(device: str, cases: dict[str, Any]) -> str:
+    rows = [row for found in cases.values() if isinstance(found, list) for row in found]
+    ran = [row for row in rows if "measured" in row]
+    differ = sum(any(row["planned"][key] != row["measured"][key] for key in row["planned"]) for row in ran)
+    refused = f", {len(rows) - len(ran)} refused" if len(ran) < len(rows) else ""
+    return (
+        f"{device}, {len(cases)} models, {len(ran)} steps: **{sum(row['exceeded'] for row in ran)} over the budget**, "
+        f"{differ} whose allocated or reserved bytes are not the predicted ones to the byte{refused}"
+    )
 
 
 def main(arguments: list[str]) -> None:
