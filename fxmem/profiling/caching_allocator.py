@@ -12,7 +12,6 @@ allocate for themselves (cuBLAS and cuDNN workspaces are given as a constant).
 from __future__ import annotations
 
 import os
-import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -397,15 +396,3 @@ def expandable_segments() -> bool:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     settings = next((os.environ[name] for name in names if name in os.environ), "")
     return "expandable_segments:true" in settings.replace(" ", "").lower()
-
-
-def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """Return PyTorch's default cuBLAS workspace of one handle and stream: 32 MiB on Hopper, else 8.125 MiB.
-
-    cuBLASLt shares it. Handles belong to threads, so a training step has two: the caller's and autograd's. The environment
-    may say otherwise: ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` is eight times 4096 KiB.
-    """
-    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if pairs:
-        return sum(int(kib) * int(count) << 10 for kib, count in pairs)
-    return 4096 * 8 * 1024 if compute_capability[0] == 9 else 4096 * 1024 * 2 + 16 * 1024 * 8

@@ -7,6 +7,8 @@ workspaces that no fake tensor shows (:mod:`fxmem.profiling.cuda_scratch`).
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,7 @@ from fxmem.fake.stand_in import cuda_model
 from fxmem.op_facts.kinds import MadeFirst
 from fxmem.op_facts.lookup import by_op
 from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
-from fxmem.profiling.caching_allocator import cublas_workspace_bytes, rounded
+from fxmem.profiling.caching_allocator import rounded
 from fxmem.profiling.cuda_reduction import TensorRecord
 from fxmem.profiling.cuda_scratch import (
     channels_vary_fastest,
@@ -98,6 +100,18 @@ _IS_THERE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "depthwise": in_depthwise_kernel,
     "channels last": lambda args: channels_vary_fastest(args["input"]),
 }
+
+
+def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
+    """Return PyTorch's default cuBLAS workspace of one handle and stream: 32 MiB on Hopper, else 8.125 MiB.
+
+    cuBLASLt shares it. Handles belong to threads, so a training step has two: the caller's and autograd's. The environment
+    may say otherwise: ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` is eight times 4096 KiB.
+    """
+    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(kib) * int(count) << 10 for kib, count in pairs)
+    return 4096 * 8 * 1024 if compute_capability[0] == 9 else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
 def _is_on_cuda(args: Any) -> bool:
