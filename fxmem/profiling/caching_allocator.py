@@ -16,6 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from fxmem.ir import Phase
 from fxmem.profiling.allocator_state import AllocatorState
 
 MIN_BLOCK_BYTES = 512
@@ -365,11 +366,11 @@ class StepLog:
     def step_starts(self) -> None:
         self._step_at = self._scaled_at = self._optimizer_at = len(self._all)
 
-    def backward_starts(self) -> None:
-        self._scaled_at = len(self._all)
-
-    def optimizer_starts(self) -> None:
-        self._optimizer_at = len(self._all)
+    def phase_starts(self, phase: Phase) -> None:
+        if phase is Phase.BACKWARD:
+            self._scaled_at = len(self._all)
+        elif phase is Phase.OPTIMIZER:
+            self._optimizer_at = len(self._all)
 
     def note_library(self) -> None:
         self._libraries.append(len(self._all) - self._step_at)

@@ -230,9 +230,7 @@ def _fake_step(
         nonlocal left
         if phase is Phase.OPTIMIZER:
             left = gradients_of(parameters) if optimizer is None else optimizer.left(parameters)
-            log.optimizer_starts()
-        elif phase is Phase.BACKWARD:
-            log.backward_starts()
+        log.phase_starts(phase)
         if watch is not None:
             watch.note_phase(phase, (t.grad for t in (*parameters, *fakes) if t.grad is not None))
 
