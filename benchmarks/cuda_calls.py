@@ -1,21 +1,26 @@
 """Calls of the CUDA runtime in one training step, eager and recomputing, counted on the emulated device.
 
-``python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_calls`` prints the table. What waits for the device must
-be as often in both: a re-run that read one number from the device would stall every step. A recomputing step launches more
-kernels, and may ask the driver for memory at other places.
+``python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_calls FILE`` prints the table and writes FILE. What waits
+for the device must be as often in both: a re-run that read one number from the device would stall every step. A
+recomputing step launches more kernels, and may ask the driver for memory at other places.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxmem
+from benchmarks.results_file import machine
 from fxmem.profiling.training_step import run_step
 
 WAITING = (
@@ -111,9 +116,22 @@ def table(pairs: list[Pair]) -> str:
     return tabulate([row for row in rows if any(row[1:])], headers=headers, maxheadercolwidths=18)
 
 
+def results(pairs: list[Pair]) -> dict[str, Any]:
+    """Return the calls that any step makes, as JSON has them."""
+
+    def made(counts: Counts) -> Counts:
+        return {name: count for name, count in counts.items() if count}
+
+    models = {pair.name: {"eager": made(pair.eager), "optimized": made(pair.optimized)} for pair in pairs}
+    return {"machine": machine(), "models": models, "more_waiting": {pair.name: pair.more_waiting for pair in pairs}}
+
+
 if __name__ == "__main__":
     if not is_emulated():
         raise SystemExit(
             "calls are counted on the emulated device only: python -m tests.cuda_stub.launch h100-80gb -m ..."
         )
-    print(table([compared(name) for name in MODELS]))
+    found = [compared(name) for name in MODELS]
+    print(table(found))
+    for file in sys.argv[1:]:
+        Path(file).write_text(json.dumps(results(found), indent=1) + "\n", encoding="utf-8")

@@ -29,7 +29,7 @@ from torch import nn
 
 import fxmem
 from benchmarks.cuda_cases import CASES, Case
-from benchmarks.results_file import machine
+from benchmarks.results_file import RESULTS, machine
 
 SHARES = (0.0, 0.35, 0.75)
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -108,45 +108,46 @@ def measured_step(case: Case, model: nn.Module, batch: Any, optimizer: Any, scal
 
 
 def under_budgets(case: Case, reserved: bool) -> Iterator[dict[str, Any]]:
-    """Yield, for each optimizer and budget, what was planned and what was measured."""
-    for name, cls in OPTIMIZERS.items():
-        model, batch, scaler = on_cuda(case)
-        optimizer = cls(model.parameters(), lr=1e-3)
-        options: dict[str, Any] = {
-            "step": step_of(case, optimizer, scaler),
-            "cost": "h100",
-            "plan_seconds": 1.0,
-            "budget_of": "reserved" if reserved else "allocated",
-        }
-        estimate = fxmem.estimate(model, *batch, **options)
-        assert estimate.cuda is not None
-        whole = estimate.cuda.reserved_bytes if reserved else estimate.cuda.allocated_bytes
+    """Yield, for each optimizer and budget, what was planned and what was measured, each as in a new process."""
+    for name in OPTIMIZERS:
+        least, whole = _range_of(case, name, reserved)
         for share in SHARES:
-            budget = int(estimate.floor_bytes + share * (whole - estimate.floor_bytes))
-            yield {"optimizer": name, "share": share, "budget": budget} | _kept(
-                case, model, batch, optimizer, scaler, budget, options
-            )
-            optimizer.zero_grad()
-        del model, batch, optimizer, options, estimate
+            budget = int(least + share * (whole - least))
+            yield {"optimizer": name, "share": share, "budget": budget} | _kept(case, name, budget, reserved)
 
 
-def _kept(
-    case: Case, model: nn.Module, batch: Any, optimizer: Any, scaler: Any, budget: int, options: dict[str, Any]
-) -> dict[str, Any]:
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
+def _trained(case: Case, optimizer: str, reserved: bool) -> tuple[Any, ...]:
+    """Return model, batch, scaler and optimizer, on a device with nothing else there, and how a step is planned."""
+    model, batch, scaler = on_cuda(case)
+    made = OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)
+    options = {
+        "step": step_of(case, made, scaler),
+        "cost": "h100",
+        "plan_seconds": 1.0,
+        "budget_of": "reserved" if reserved else "allocated",
+    }
+    return model, batch, scaler, made, options
+
+
+def _range_of(case: Case, optimizer: str, reserved: bool) -> tuple[int, int]:
+    """Return the least budget that can be kept, and what the step takes as it is."""
+    model, batch, _, _, options = _trained(case, optimizer, reserved)
+    estimate = fxmem.estimate(model, *batch, **options)
+    return estimate.floor_bytes, estimate.bound_bytes
+
+
+def _kept(case: Case, optimizer: str, budget: int, reserved: bool) -> dict[str, Any]:
+    model, batch, scaler, made, options = _trained(case, optimizer, reserved)
     try:
         optimized = fxmem.optimize(model, *batch, budget=budget, **options)
     except fxmem.InfeasibleBudgetError as error:
         return {"refused": str(error).splitlines()[0]}
     report = optimized.fxmem.report
-    peaks = measured_step(case, optimized, batch, optimizer, scaler)
-    what = options["budget_of"]
+    peaks = measured_step(case, optimized, batch, made, scaler)
     return {
         "planned": {"allocated": report.cuda.allocated_bytes, "reserved": report.cuda.reserved_bytes},
         "measured": peaks,
-        "exceeded": peaks[what] > budget,
+        "exceeded": peaks[options["budget_of"]] > budget,
     }
 
 
@@ -177,6 +178,34 @@ def table(before: Path, after: Path) -> None:
             continue
         shares = (100 * (one[key] / other[key] - 1) for key in ("allocated", "reserved"))
         print(f"{name:40} {one['allocated']:>14,} {other['allocated']:>14,}" + "".join(f" {s:+8.3f} %" for s in shares))
+
+
+DEVICES = ("h100-80gb", "a100-80gb")
+"""GPUs whose budgets are among the committed results."""
+
+
+def told() -> str:
+    """Return a sentence on the budgets of the committed results."""
+    files = [json.loads((RESULTS / f"cuda_budgets_{device}.json").read_text()) for device in DEVICES]
+    parts = [_told_of(device, found["cases"]) for device, found in zip(DEVICES, files, strict=True)]
+    facts = files[0]["machine"]
+    return (
+        "On devices that run PyTorch's own CUDA host code and compute nothing (`tests/cuda_stub`), AdamW and SGD, three "
+        f"budgets each from the floor up: {'; '.join(parts)}. Each step ran as in a new process; cuDNN's workspaces, which "
+        "such a device does not take, come on top (`python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_memory "
+        f"budgets h100-80gb FILE`, torch {facts['torch']}, {facts['date']})."
+    )
+
+
+def _told_of(device: str, cases: dict[str, Any]) -> str:
+    rows = [row for found in cases.values() if isinstance(found, list) for row in found]
+    ran = [row for row in rows if "measured" in row]
+    differ = sum(any(row["planned"][key] != row["measured"][key] for key in row["planned"]) for row in ran)
+    refused = f", {len(rows) - len(ran)} refused" if len(ran) < len(rows) else ""
+    return (
+        f"{device}, {len(cases)} models, {len(ran)} steps: **{sum(row['exceeded'] for row in ran)} over the budget**, "
+        f"{differ} whose allocated or reserved bytes are not the predicted ones to the byte{refused}"
+    )
 
 
 def main(arguments: list[str]) -> None:

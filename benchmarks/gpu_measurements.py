@@ -33,7 +33,8 @@ from benchmarks.gpu_bits import bits
 from benchmarks.gpu_rows import DATA, Row, known_name, on_empty_device, row, stat, the_device
 from fxmem.api.budget import CONTEXT_BYTES
 from fxmem.devices import DEVICES
-from fxmem.profiling.caching_allocator import cublas_workspace_bytes, expandable_segments
+from fxmem.profiling.caching_allocator import expandable_segments
+from fxmem.profiling.device_memory import cublas_workspace_bytes
 from fxmem.profiling.training_step import run_step
 from tests.cuda_stub import probe_attention
 from tests.cuda_stub.op_cases import ROWS, cases

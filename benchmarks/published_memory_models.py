@@ -258,7 +258,9 @@ class _Decoder(nn.Module):
         x, length = self.words(ids), ids.shape[1]
         for block in self.blocks:
             x = block(x, self.cos[:length], self.sin[:length])
-        logits = [self.head(part) for part in self.norm(x).split(self.of.chunk, 1)]
+        halves = [self.head(part) for part in self.norm(x).split(self.of.chunk, 1)]
+        logits = [part.float() for part in halves]  # Fabric's bf16-true gives what a model returns in fp32
+        del halves
         losses = [
             F.cross_entropy(part.reshape(-1, self.of.words), target.reshape(-1), reduction="none")
             for part, target in zip(logits, targets.split(self.of.chunk, 1), strict=True)

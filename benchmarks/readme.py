@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks import ablation as ablation_of_stages
 from benchmarks import ablation_runtime, frameworks
 from benchmarks.compare import EAGER_PEERS, Verdict, verdicts_of
+from benchmarks.cuda_memory import told as cuda_budgets
 from benchmarks.frontier import PEERS
 from benchmarks.measure import Row
 from benchmarks.models import MODELS
@@ -347,6 +348,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "compare": compare,
     "compare_table": compare_table,
     "published": published,
+    "cuda_budgets": cuda_budgets,
     "published_memory": told,
 }
 FILLED = ("README.md", "docs/results.md")

@@ -22,7 +22,15 @@ from torch import fx
 from fxmem.capture.backend_flags_noted import NOTED, noted_in_nodes
 from fxmem.capture.dynamic_shapes import dynamic_shapes_of, extras_named, signature_of, tied_dims
 from fxmem.capture.frozen_norms import with_frozen_norms
-from fxmem.capture.graph import CaptureGraph, Dims, Inputs, SizeGuards, source_of, with_unused_state
+from fxmem.capture.graph import (
+    CaptureGraph,
+    Dims,
+    Inputs,
+    SizeGuards,
+    source_of,
+    state_as_moved,
+    with_unused_state,
+)
 from fxmem.capture.opaque_calls import Opaque, kept_whole, opaque_call
 from fxmem.capture.pytrees import outputs_looked_into
 from fxmem.capture.validate import check_faithful
@@ -113,7 +121,9 @@ def _captured(
     guards = SizeGuards(conditions, signature_of(model, inputs)) if dynamic else None
     if _has_places(graph_module):
         reads += tuple(places_of(inputs.leaves))
-    captured = CaptureGraph(graph_module, out_spec, autocast, dynamic, parameters, device, reads, guards)
+    captured = CaptureGraph(
+        graph_module, out_spec, autocast, dynamic, parameters, device, reads, guards, state=tuple(state_as_moved(model))
+    )
     _check_scalars(model, captured)
     _check_recurrent(model, captured)
     tied = tied_dims(captured)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -147,6 +147,8 @@ class CaptureGraph:
     """What opt-in choices did to it."""
     made_from: CaptureGraph | None = None
     """Of an emitted graph: the one that its plan was made for."""
+    state: tuple[torch.Tensor, ...] = ()
+    """The model's parameters and buffers in the order in which ``model.to(device)`` moves them."""
 
     @property
     def input_names(self) -> list[str]:
@@ -195,6 +197,15 @@ class CaptureGraph:
             return nullcontext()
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         return torch.autocast(device_type, dtype, enabled)
+
+
+def state_as_moved(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield parameters and buffers in the order in which ``module.to(device)`` moves them: children first."""
+    for child in module.children():
+        yield from state_as_moved(child)
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
 
 
 def with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> fx.GraphModule:

@@ -6,6 +6,7 @@ from fxmem.op_facts.kinds import (
     AddedByExport,
     InPlaceInBackward,
     InPlaceInLinear,
+    MadeFirst,
     MakesConstant,
     NeverRecompute,
     OpFact,
@@ -20,6 +21,7 @@ from fxmem.op_facts.kinds import (
 _VALUES = "a fake tensor has no values: which way a model goes by one shows only where the read is intercepted"
 
 _SELECTING = ("Max", "Min", "Sort", "Topk", "Median", "Nanmedian", "Kthvalue", "Mode")
+_ORDER = "fakes come in the order in which they are returned; which free block each finds is up to the kernel's order"
 _SUBCLASS = "where a mode is on, or a tensor is a fake, the formula takes a variant that writes a new tensor"
 
 FACTS: tuple[OpFact, ...] = (
@@ -168,5 +170,33 @@ FACTS: tuple[OpFact, ...] = (
         value=QueryOnly(),
         why="a fake tensor answers queries such as its device by dispatch, as if they were ops of the step",
         test="test_a_query_is_no_op_of_the_step",
+    ),
+    OpFact(
+        ops=("aten.native_dropout.default", "aten.nll_loss2d_forward.default"),
+        value=MadeFirst((1,)),
+        why=_ORDER,
+        test="test_a_dropout_s_mask_is_allocated_before_its_result",
+        device="cuda",
+    ),
+    OpFact(
+        ops=("aten._embedding_bag.default",),
+        value=MadeFirst((2, 1)),
+        why=_ORDER,
+        test="test_bags_are_counted_before_they_are_made",
+        device="cuda",
+    ),
+    OpFact(
+        ops=("aten.convolution_backward.default",),
+        value=MadeFirst((1,), where="depthwise"),
+        why=_ORDER,
+        test="test_a_depthwise_convolution_makes_the_weight_s_gradient_first",
+        device="cuda",
+    ),
+    OpFact(
+        ops=("aten.native_batch_norm_backward.default",),
+        value=MadeFirst((1, 2), where="channels last"),
+        why=_ORDER,
+        test="test_a_norm_with_channels_last_makes_the_input_s_gradient_last",
+        device="cuda",
     ),
 )

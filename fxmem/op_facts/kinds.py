@@ -102,6 +102,15 @@ class AddedByExport:
 
 
 @dataclass(frozen=True, slots=True)
+class MadeFirst:
+    """Of its results, it allocates these before the others."""
+
+    places: tuple[int, ...]
+    where: Literal["always", "depthwise", "channels last"] = "always"
+    """In which kernels of PyTorch's own: of depthwise convolutions, of norms with channels last."""
+
+
+@dataclass(frozen=True, slots=True)
 class QueryOnly:
     """It asks a tensor about itself, and neither computes nor allocates."""
 

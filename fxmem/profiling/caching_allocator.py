@@ -12,11 +12,11 @@ allocate for themselves (cuBLAS and cuDNN workspaces are given as a constant).
 from __future__ import annotations
 
 import os
-import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from fxmem.ir import Phase
 from fxmem.profiling.allocator_state import AllocatorState
 
 MIN_BLOCK_BYTES = 512
@@ -249,7 +249,7 @@ class StepEvents:
     present: tuple[Allocation, ...] = ()
     """Parameters, buffers, batch, gradients of earlier micro-batches."""
     state: tuple[Allocation, ...] = ()
-    """Of optimizer and scaler: there when the step starts, but made at the end of the first step."""
+    """Of the optimizer: there when the step starts, but made at the end of the first step."""
     step: tuple[Allocation, ...] = ()
     optimizer_at: int = 0
     """Place in ``step`` where the optimizer's part begins."""
@@ -257,6 +257,9 @@ class StepEvents:
     """(place in ``step``, bytes) of the workspaces that libraries take where they are used first, and keep."""
     workspaces: tuple[tuple[int, int], ...] = ()
     """(place in ``step``, bytes) of the most that cuDNN may take there, and give back at once."""
+    scaler: tuple[Allocation, ...] = ()
+    """State of a scaler: there when the step starts, but made where the first loss is scaled, at ``scaled_at``."""
+    scaled_at: int = 0
 
     @property
     def library_bytes(self) -> int:
@@ -272,7 +275,7 @@ class StepEvents:
         freed = {key for kind, key, _ in self.step if kind == "free"}
         gradients = [event for event in self.present if event[0] == "alloc" and event[1] in freed]
         own = {key for kind, key, _ in (*gradients, *self.step) if kind == "alloc"}
-        span = 1 + max((key for _, key, _ in (*self.present, *self.state, *self.step)), default=0)
+        span = 1 + self._last_key()
         for number in range(num_steps):
             shift = number * span
             if number:  # earlier micro-batches of each step leave gradients
@@ -288,8 +291,13 @@ class StepEvents:
         for index, (at, nbytes) in enumerate(self.libraries):
             if at == place:
                 yield "alloc", ~index, nbytes
+        if place == self.scaled_at:
+            yield from self.scaler
         if place == self.optimizer_at:
             yield from self.state
+
+    def _last_key(self) -> int:
+        return max((key for _, key, _ in (*self.present, *self.state, *self.scaler, *self.step)), default=0)
 
     def peaks(
         self, now: AllocatorState | None = None, *, expandable: bool | None = None, emptied: bool = False
@@ -320,7 +328,7 @@ class StepEvents:
 
     def _with_workspaces(self) -> StepEvents:
         """Return the step in which each workspace is allocated and freed."""
-        key = 1 + max((key for _, key, _ in (*self.present, *self.state, *self.step)), default=0)
+        key = 1 + self._last_key()
         step: list[Allocation] = []
         start = 0
         for number, (place, nbytes) in enumerate(self.workspaces):
@@ -333,7 +341,8 @@ class StepEvents:
             return place + 2 * sum(each < place for each in earlier)
 
         libraries = tuple((moved(place), nbytes) for place, nbytes in self.libraries)
-        return StepEvents(self.present, self.state, (*step, *self.step[start:]), moved(self.optimizer_at), libraries)
+        places = {"optimizer_at": moved(self.optimizer_at), "scaled_at": moved(self.scaled_at)}
+        return replace(self, step=(*step, *self.step[start:]), libraries=libraries, workspaces=(), **places)  # type: ignore[arg-type]
 
 
 class StepLog:
@@ -341,7 +350,7 @@ class StepLog:
 
     def __init__(self) -> None:
         self._all: list[Allocation] = []
-        self._state_at = self._step_at = self._optimizer_at = 0
+        self._state_at = self._scaler_at = self._step_at = self._scaled_at = self._optimizer_at = 0
         self._libraries: list[int] = []
         self._workspaces: list[tuple[int, int]] = []
 
@@ -351,11 +360,17 @@ class StepLog:
     def state_starts(self) -> None:
         self._state_at = len(self._all)
 
-    def step_starts(self) -> None:
-        self._step_at = self._optimizer_at = len(self._all)
+    def scaler_starts(self) -> None:
+        self._scaler_at = len(self._all)
 
-    def optimizer_starts(self) -> None:
-        self._optimizer_at = len(self._all)
+    def step_starts(self) -> None:
+        self._step_at = self._scaled_at = self._optimizer_at = len(self._all)
+
+    def phase_starts(self, phase: Phase) -> None:
+        if phase is Phase.BACKWARD:
+            self._scaled_at = len(self._all)
+        elif phase is Phase.OPTIMIZER:
+            self._optimizer_at = len(self._all)
 
     def note_library(self) -> None:
         self._libraries.append(len(self._all) - self._step_at)
@@ -367,11 +382,13 @@ class StepLog:
         """Return what was noted; ``libraries_bytes``: of each library's workspace."""
         return StepEvents(
             tuple(self._all[: self._state_at]),
-            tuple(self._all[self._state_at : self._step_at]),
+            tuple(self._all[self._state_at : self._scaler_at]),
             tuple(self._all[self._step_at :]),
             self._optimizer_at - self._step_at,
             tuple(zip(self._libraries, libraries_bytes, strict=False)),
             tuple(self._workspaces),
+            tuple(self._all[self._scaler_at : self._step_at]),
+            self._scaled_at - self._step_at,
         )
 
 
@@ -380,15 +397,3 @@ def expandable_segments() -> bool:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     settings = next((os.environ[name] for name in names if name in os.environ), "")
     return "expandable_segments:true" in settings.replace(" ", "").lower()
-
-
-def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """Return PyTorch's default cuBLAS workspace of one handle and stream: 32 MiB on Hopper, else 8.125 MiB.
-
-    cuBLASLt shares it. Handles belong to threads, so a training step has two: the caller's and autograd's. The environment
-    may say otherwise: ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` is eight times 4096 KiB.
-    """
-    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if pairs:
-        return sum(int(kib) * int(count) << 10 for kib, count in pairs)
-    return 4096 * 8 * 1024 if compute_capability[0] == 9 else 4096 * 1024 * 2 + 16 * 1024 * 8

@@ -3,9 +3,9 @@
 In: an op's name, its arguments as plain data, a device. Out: :class:`Scratch`. Every rule says where in PyTorch
 (aten/src/ATen/native/...) its op is and whether it is exact or an upper bound; all are checked against figures recorded
 from PyTorch's own CUDA host code, version 2.14.1 (tests/profiling/test_cuda_scratch.py). Upper bounds hold for all
-recorded shapes and are no proofs: those of topk, large sorts, scans and index_put are fitted to the record. Not here:
-cuBLAS's and cuDNN's workspaces. Attention's rules are in :mod:`fxmem.profiling.cuda_scratch_attention`. No torch is
-needed.
+recorded shapes and are no proofs: those of large sorts are fitted to the record. Not here: cuBLAS's and cuDNN's
+workspaces. Rules of attention, indices, sorts and scans are in :mod:`fxmem.profiling.cuda_scratch_libraries`. No torch
+is needed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ Arguments = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Scratch:
     """``blocks``: bytes of each allocation that lives beside inputs and outputs while the op runs, where most do.
-    ``kept_bytes``: what an output's storage holds beyond its elements for as long as the output lives. ``exact``: False
-    for an upper bound."""
+    ``first``: of those before, from before outputs are made. ``kept_bytes``: what an output's storage holds beyond its
+    elements for as long as the output lives. ``exact``: False for an upper bound."""
 
     blocks: tuple[int, ...] = ()
     kept_bytes: int = 0
     exact: bool = True
+    first: tuple[int, ...] = ()
 
     @property
     def transient_bytes(self) -> int:
         """Most that lives beside inputs and outputs while the op runs."""
-        return sum(self.blocks)
+        return max(sum(self.first), sum(self.blocks))
 
 
 Rule = Callable[[Arguments, DeviceModel], Scratch]
@@ -97,9 +98,9 @@ def _is_matrix(x: TensorRecord) -> bool:
     return (step == 1 and row_step >= max(1, columns)) or (row_step == 1 and step >= max(1, rows))
 
 
-def takes(*blocks: int, kept_bytes: int = 0, exact: bool = True) -> Scratch:
+def takes(*blocks: int, kept_bytes: int = 0, exact: bool = True, first: Collection[int] = ()) -> Scratch:
     """Return the scratch of these blocks, but for empty ones."""
-    return Scratch(tuple(nbytes for nbytes in blocks if nbytes), kept_bytes, exact)
+    return Scratch(tuple(filter(None, blocks)), kept_bytes, exact, tuple(filter(None, first)))
 
 
 # -- reductions -----------------------------------------------------------------------------------------------------------
@@ -236,6 +237,43 @@ def group_norm_backward(args: Arguments, device: DeviceModel) -> Scratch:
     return takes(12 * channels + 8 * groups, exact=args["HxW"] > 1 and args.get("weight") is not None)
 
 
+@rule("native_batch_norm")
+def batch_norm(args: Arguments, device: DeviceModel) -> Scratch:
+    """With channels last, partial Welford states of blocks that share a channel, and a counter for each group. Exact.
+    Source: cuda/Normalization.cuh, ``batch_norm_stats_channels_last_cuda_template``, ``flexible_launch_configs``."""
+    return _of_normed_channels(args["input"], 4) if args["training"] else Scratch()
+
+
+@rule("native_batch_norm_backward")
+def batch_norm_backward(args: Arguments, device: DeviceModel) -> Scratch:
+    """With channels last, two sums for every channel; before the gradient is made, their partial sums and counters. Exact.
+    Source: cuda/Normalization.cu, ``batch_norm_backward_cuda``; Normalization.cuh,
+    ``batch_norm_backward_reduce_cuda_channels_last_template``."""
+    x = args["input"]
+    if not args["train"] or not channels_vary_fastest(x):
+        return Scratch()
+    before = _of_normed_channels(x, 2).transient_bytes
+    return takes(*2 * (4 * x.shape[1],), max(0, before - x.nbytes))
+
+
+def channels_vary_fastest(x: TensorRecord) -> bool:
+    """True if a norm takes ``x`` as one with channels last. Source: ``batch_norm_use_channels_last_kernels``."""
+    return (len(x.shape) == 2 and x.strides[1] == 1) or (len(x.shape) > 3 and _is_dense(x, channels_last=True))
+
+
+def _of_normed_channels(x: TensorRecord, values: int) -> Scratch:
+    if not channels_vary_fastest(x):
+        return Scratch()
+    channels = x.shape[1]
+    rows = x.numel // channels
+    wide, high = (1 << (max(1, n).bit_length() - 1) for n in (channels, -(-rows // 16)))
+    width = min(wide, 32)
+    height = min(high, 512 // width)
+    width = min(wide, 512 // height)
+    blocks = min(-(-rows // (16 * height)), 128)
+    return Scratch() if blocks < 8 else takes(4 * values * channels * blocks, 4 * -(-channels // width))
+
+
 def _suggests_channels_last(x: TensorRecord) -> bool:
     """True if channels vary fastest, with or without gaps. Source: c10/core/MemoryFormat.h, ``suggest_memory_format``."""
     if len(x.shape) not in (4, 5) or 0 in x.shape or x.strides[1] == 0:
@@ -276,8 +314,33 @@ def _in_channels_last(x: TensorRecord, weight: TensorRecord) -> bool:
     return _suggests_channels_last(x) or _suggests_channels_last(weight)
 
 
-def _is_depthwise(args: Arguments) -> bool:
-    return bool(args["groups"] == args["input"].shape[1] > 1)
+def in_depthwise_kernel(args: Arguments) -> bool:
+    """True if a convolution runs in PyTorch's own depthwise kernel. Source: native/Convolution.cpp,
+    ``use_cudnn_depthwise``, ``check_cudnn_depthwise_workload_with_filter``."""
+    x, weight = args["input"], args["weight"]
+    if not args["groups"] == x.shape[1] > 1 or args["transposed"] or _in_channels_last(x, weight):
+        return False
+    stride = args["stride"]
+    if not x.dtype == weight.dtype == "float16" or len(x.shape) != 4 or x.shape[1] < 32:
+        return True
+    if any(d != 1 for d in args["dilation"]) or (stride[0] != stride[-1] and x.shape[2] != 1):
+        return True
+    return not _cudnn_is_faster(x, weight, stride[-1])
+
+
+def _cudnn_is_faster(x: TensorRecord, weight: TensorRecord, stride: int) -> bool:
+    """Whether a depthwise convolution in fp16 is given to cuDNN."""
+    count, channels, height, width = x.shape
+    if height == 1 and stride == 1:
+        return True
+    size = weight.shape[3]
+    if weight.shape[2] != size or size not in (1, 3, 5) or width < 7:
+        return False
+    if stride != 2:
+        return stride == 1
+    if size == 1:
+        return width <= 28 if count == 1 else count <= 16 and channels >= 128 and width <= 7
+    return count == 1 or channels >= 512 or (channels >= 256 and width >= 28)
 
 
 @rule("convolution")
@@ -286,10 +349,10 @@ def convolution(args: Arguments, device: DeviceModel) -> Scratch:
     kernels go by the input, and copy it if it has gaps. Exact but for cuDNN's workspace. Source: cudnn/ConvShared.cpp,
     ``cudnn_convolution_forward``; cuda/DepthwiseConv2d.cu."""
     x, weight = args["input"], args["weight"]
-    if _is_depthwise(args):
-        return takes(_copied(x, _suggests_channels_last(x)))
+    if in_depthwise_kernel(args):
+        return takes(first=[_copied(x, _suggests_channels_last(x))])
     last = _in_channels_last(x, weight)
-    return takes(_copied(x, last), _copied(weight, last))
+    return takes(first=[_copied(x, last), _copied(weight, last)])
 
 
 @rule("convolution_backward")
@@ -300,83 +363,19 @@ def convolution_backward(args: Arguments, device: DeviceModel) -> Scratch:
     last and the input is not, or a depthwise input has gaps. Source: Convolution.cpp, ``convolution_backward``;
     cudnn/ConvShared.cpp; cuda/DepthwiseConv2d.cu."""
     grad, x, mask = args["grad_output"], args["input"], args["output_mask"]
-    depthwise = _is_depthwise(args)
+    depthwise = in_depthwise_kernel(args)
     last = _suggests_channels_last(x) if depthwise else _in_channels_last(x, args["weight"])
     exact = last == _suggests_channels_last(x) and not (depthwise and _copied(x, last))
     copies = [_copied(grad, last)]
     if mask[1] and not (depthwise and mask[0]):
         copies.append(_copied(x, last))
     if not mask[2]:
-        return takes(*copies, exact=exact)
+        return takes(exact=exact, first=copies)
     partial = _reduced(grad, [d for d in range(len(grad.shape)) if d != 1], device, 4)
-    bias_bytes = grad.shape[1] * ITEM_BYTES[grad.dtype]
-    if sum(copies) - bias_bytes <= sum(partial):
-        return takes(*partial, exact=exact and _offsets_fit(grad))
     largest = max(copies)
-    copies.remove(largest)
-    return takes(largest - bias_bytes, *copies, exact=exact)
-
-
-# -- indices, sorting, scans ----------------------------------------------------------------------------------------------
-
-
-@rule("embedding_dense_backward", "_embedding_bag_backward", "_embedding_bag_dense_backward")
-def embedding_backward(args: Arguments, device: DeviceModel) -> Scratch:
-    """Above 3,072 ids: gradients of partial segments of at most 10 ids in fp32, five arrays of 64-bit numbers an id, one
-    a partial segment. Exact for rows of 64 values or more, where sorting the ids takes less. Source:
-    cuda/EmbeddingBackwardKernel.cu, ``embedding_backward_cuda_kernel``; Embedding.cu."""
-    count = args["indices"].numel
-    grad = args.get("grad_output") or args["grad"]
-    if count <= 3072 and "grad_output" in args:
-        return Scratch()
-    partial = count // 10 + min(count, args["num_weights"])
-    width = grad.shape[-1]
-    return takes(
-        4 * partial * width + 40 * count + 8 * partial + 16, exact=width >= 64 and count <= args["num_weights"]
-    )
-
-
-@rule("index_put", "index_put_", "_index_put_impl_")
-def index_put(args: Arguments, device: DeviceModel) -> Scratch:
-    """Accumulating: the ids sorted, with where they came from, and twice that to sort them in; one pass and no second
-    pair for few. Upper bound. Source: cuda/Indexing.cu, ``index_put_with_sort_kernel``; cub's radix sort."""
-    if not args.get("accumulate"):
-        return Scratch(exact=False)
-    count = max((i.numel for i in args["indices"] if i is not None), default=0)
-    return takes(48 * count + count // 2 + 8192, exact=False)
-
-
-@rule("sort")
-def sort(args: Arguments, device: DeviceModel) -> Scratch:
-    """Up to 4,096 along the dimension: one row of 64-bit positions. More: keys twice and positions thrice for cub's radix
-    sort. The first exact, the second an upper bound. Source: cuda/Sort.cpp, ``sort_cuda_kernel``, SortStable.cu."""
-    x = args["self"]
-    length = x.shape[args.get("dim", -1)] if x.shape else 1
-    if length <= 4096:
-        return takes(8 * length)
-    single = x.numel == length
-    per_value = 2 * ITEM_BYTES[x.dtype] + (12 if single else 24)
-    tiles = x.numel // 2 + 16384 + (5 << 20 if ITEM_BYTES[x.dtype] <= 2 else 0)
-    return takes(per_value * x.numel + tiles, exact=False)
-
-
-@rule("topk")
-def topk(args: Arguments, device: DeviceModel) -> Scratch:
-    """Counters of a radix select by several blocks a row. Upper bound. Source: cuda/TensorTopK.cu, namespace
-    ``mbtopk``."""
-    x = args["self"]
-    rows = x.numel // max(1, x.shape[args.get("dim", -1)]) if x.shape else 1
-    return takes(1600 * rows + int(0.55 * x.numel) + 4096, exact=False)
-
-
-@rule("cumsum", "cumprod", "logcumsumexp")
-def scans(args: Arguments, device: DeviceModel) -> Scratch:
-    """Of one row alone: the state of every tile of cub's scan. Upper bound. Of several rows: nothing. Source:
-    cuda/ScanUtils.cuh, ``scan_dim``."""
-    x = args["self"]
-    if not x.shape or x.numel != x.shape[args["dim"]]:
-        return Scratch()
-    return takes(int(0.0045 * x.numel) + 1280, exact=False)
+    copies.remove(largest)  # all are gone when the bias's gradient is made
+    copies.append(max(0, largest - grad.shape[1] * ITEM_BYTES[grad.dtype]))
+    return takes(*partial, exact=exact and (sum(copies) > sum(partial) or _offsets_fit(grad)), first=copies)
 
 
 def _dims(args: Arguments) -> Collection[int]:

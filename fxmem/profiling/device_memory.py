@@ -7,7 +7,9 @@ workspaces that no fake tensor shows (:mod:`fxmem.profiling.cuda_scratch`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +17,18 @@ import torch
 
 from fxmem.devices import DeviceModel
 from fxmem.fake.stand_in import cuda_model
-from fxmem.profiling import cuda_scratch_attention  # noqa: F401  (its rules)
-from fxmem.profiling.caching_allocator import cublas_workspace_bytes, rounded
+from fxmem.op_facts.kinds import MadeFirst
+from fxmem.op_facts.lookup import by_op
+from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
+from fxmem.profiling.caching_allocator import rounded
 from fxmem.profiling.cuda_reduction import TensorRecord
-from fxmem.profiling.cuda_scratch import has_rule, scratch_of, uses_cublas
+from fxmem.profiling.cuda_scratch import (
+    channels_vary_fastest,
+    has_rule,
+    in_depthwise_kernel,
+    scratch_of,
+    uses_cublas,
+)
 from fxmem.profiling.cudnn_workspace import workspace_bound
 from fxmem.torch_private import schema_of
 
@@ -29,6 +39,8 @@ class Inside:
 
     blocks: tuple[int, ...] = ()
     """Bytes of each allocation."""
+    first: tuple[int, ...] = ()
+    """The same of those that are there before its results, and gone before ``blocks``."""
     uses_library: bool = False
     """Whether it runs in cuBLAS, which keeps a workspace for each thread that ever used it."""
     workspace_bound: int = 0
@@ -61,10 +73,17 @@ class DeviceMemory:
         name = func.overloadpacket.__name__
         if self.model is None or not has_rule(name) or not _is_on_cuda(args):
             return _NOTHING
-        given = _by_name(func, args, kwargs)
-        scratch = scratch_of(name, given, self.model)
-        blocks = tuple(map(rounded, scratch.blocks))
-        return Inside(blocks, uses_cublas(name), rounded(workspace_bound(name, given)))
+        arguments = _by_name(func, args, kwargs)
+        scratch = scratch_of(name, arguments, self.model)
+        blocks, first = (tuple(map(rounded, given)) for given in (scratch.blocks, scratch.first))
+        return Inside(blocks, first, uses_cublas(name), rounded(workspace_bound(name, arguments)))
+
+    def made_first(self, func: Any, args: Any, kwargs: Any, output: Any) -> list[Any]:
+        """Return those results of a dispatched op that its kernel on CUDA allocates before the others."""
+        fact = _MADE_FIRST.get(func)
+        if fact is None or not _IS_THERE[fact.where](_by_name(func, args, kwargs)):
+            return []
+        return [output[place] for place in fact.places]
 
     def workspaces(self, num_threads: int) -> tuple[int, ...]:
         """Return the bytes of cuBLAS's workspaces, one for each thread."""
@@ -75,6 +94,24 @@ class DeviceMemory:
 
 
 EVERYWHERE = DeviceMemory()
+_MADE_FIRST = by_op(MadeFirst, "cuda")
+_IS_THERE: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "always": lambda args: True,
+    "depthwise": in_depthwise_kernel,
+    "channels last": lambda args: channels_vary_fastest(args["input"]),
+}
+
+
+def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
+    """Return PyTorch's default cuBLAS workspace of one handle and stream: 32 MiB on Hopper, else 8.125 MiB.
+
+    cuBLASLt shares it. Handles belong to threads, so a training step has two: the caller's and autograd's. The environment
+    may say otherwise: ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` is eight times 4096 KiB.
+    """
+    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(kib) * int(count) << 10 for kib, count in pairs)
+    return 4096 * 8 * 1024 if compute_capability[0] == 9 else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
 def _is_on_cuda(args: Any) -> bool:

@@ -133,20 +133,29 @@ class StorageTracker(TorchDispatchMode):
         self._serials[key] = serial
         self._refs[key] = weakref.ref(storage, lambda _: self._remove(key, serial, nbytes))
 
-    def _see_inside(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Count what the kernel of an op takes while it runs, beside its inputs and results."""
+    def _see_made(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Count what an op made on CUDA, and what its kernel takes while it runs beside inputs and results."""
         inside = self._memory.inside(func, args, kwargs)
-        if inside.uses_library:
-            thread = "caller" if current_backward_node() is None else "autograd"
-            if thread not in self.library_threads:
-                self.library_threads.add(thread)
-                self._on_library()
+        with self._beside(inside.first):
+            self._see((self._memory.made_first(func, args, kwargs, output), output), counted=True)
         if inside.workspace_bound:
             self._on_workspace(inside.workspace_bound)
-        serials = [(self._new_serial(), nbytes) for nbytes in inside.blocks]
-        for kind, each in (("alloc", serials), ("free", serials[::-1])):
-            for serial, nbytes in each:
-                self._count(kind, serial, nbytes)
+        with self._beside(inside.blocks):
+            if inside.uses_library:  # whose handle is asked for when arguments are ready: copies of matrices come first
+                thread = "caller" if current_backward_node() is None else "autograd"
+                if thread not in self.library_threads:
+                    self.library_threads.add(thread)
+                    self._on_library()
+
+    @contextmanager
+    def _beside(self, blocks: Iterable[int]) -> Iterator[None]:
+        """Count blocks of so many bytes as alive in the body."""
+        serials = [(self._new_serial(), nbytes) for nbytes in blocks]
+        for serial, nbytes in serials:
+            self._count("alloc", serial, nbytes)
+        yield
+        for serial, nbytes in reversed(serials):
+            self._count("free", serial, nbytes)
 
     def _nbytes_of(self, tensor: torch.Tensor) -> int:
         return self._memory.weight(tensor.device.type, tensor.untyped_storage().nbytes())
@@ -186,9 +195,10 @@ class StorageTracker(TorchDispatchMode):
         self._unwatched.ran(func, output)
         if written_over and output.nbytes == args[0].nbytes:
             self._move(args[0], output)
-        self._see(output, counted=True)
-        if self._memory.model is not None:
-            self._see_inside(func, args, kwargs)
+        if self._memory.model is None:
+            self._see(output, counted=True)
+        else:
+            self._see_made(func, args, kwargs, output)
         if self._on_op is not None:
             self._on_op(func, args, kwargs, output)
         return output

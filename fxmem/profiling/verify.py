@@ -5,7 +5,7 @@ In: a callable of fake leaves, the modules whose state it uses, loss and optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from fxmem.capture.graph import CaptureGraph, Inputs
+from fxmem.capture.graph import CaptureGraph, Inputs, state_as_moved
 from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import InputError, VerificationError
 from fxmem.fake.fake_tensors import BranchReads, FakeWorld, ScalarReads
@@ -78,6 +78,10 @@ class Call(Protocol):
         """The model's parameters in its own order."""
 
     @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """Parameters and buffers in the order in which they came to the device, where it is not that of what runs."""
+
+    @property
     def autocast(self) -> Autocast | None:
         """The region that the call is in."""
 
@@ -88,6 +92,7 @@ class EagerCall:
 
     parameters: tuple[torch.Tensor, ...]
     autocast: Autocast | None
+    state: tuple[torch.Tensor, ...] = ()
 
 
 def eager_step(
@@ -217,7 +222,7 @@ def _fake_step(
     memory, log = DeviceMemory.of(p.device for p in parameters), StepLog()
     watch = PeakWatch(subject.owner) if watching else None
     tracker = _tracker(memory, log, watch)
-    state = [world.fake(t) for t in _as_moved(subject.owner)]
+    state = [world.fake(t) for t in (*captured.state, *state_as_moved(subject.owner))]
     buffers = list(subject.owner.buffers())
     left: Gradients | None = None
 
@@ -225,7 +230,7 @@ def _fake_step(
         nonlocal left
         if phase is Phase.OPTIMIZER:
             left = gradients_of(parameters) if optimizer is None else optimizer.left(parameters)
-            log.optimizer_starts()
+        log.phase_starts(phase)
         if watch is not None:
             watch.note_phase(phase, (t.grad for t in (*parameters, *fakes) if t.grad is not None))
 
@@ -244,6 +249,7 @@ def _fake_step(
         tracker.hold(fakes)
         log.state_starts()
         state_bytes = 0 if optimizer is None else optimizer.hold()
+        log.scaler_starts()
         tracker.hold(tensors_of([scaler]))
         log.step_starts()
         if watch is not None:
@@ -310,12 +316,3 @@ def _another(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-
-def _as_moved(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield parameters and buffers in the order in which ``module.to(device)`` moves them: children first."""
-    for child in module.children():
-        yield from _as_moved(child)
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield tensor

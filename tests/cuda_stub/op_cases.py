@@ -99,6 +99,13 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _norms(dtype: torch.dtype) -> Iterator[Case]:
+    for shape in ((4, 32, 64, 64), (16, 64, 56, 56), (8, 3, 28, 28), (32, 512, 7, 7), (64, 48, 14, 14)):
+        for nhwc in (False, True):
+            yield (
+                f"batch_norm {shape} nhwc={nhwc}",
+                lambda s=shape, last=nhwc: [new(*s, dtype=dtype, nhwc=last), new(s[1]), new(s[1])],
+                lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+            )
     for rows, cols in ((4096, 1024), (512, 768), (65536, 96)):
         yield case(
             f"layer_norm {rows}x{cols}",

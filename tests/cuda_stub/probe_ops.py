@@ -25,8 +25,10 @@ from torch.utils._pytree import tree_leaves
 
 from fxmem.devices import DeviceModel, device_named
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
+from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
 from fxmem.profiling.cuda_reduction import TensorRecord
 from fxmem.profiling.cuda_scratch import Scratch, has_rule, scratch_of
+from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.storage_tracker import StorageTracker
 from tests.cuda_stub.op_cases import Case, cases
 
@@ -50,6 +52,13 @@ def plain(value: Any) -> Any:
 def arguments(func: Any, args: Any, kwargs: Any) -> Record:
     names = [argument.name for argument in func._schema.arguments]
     return {name: plain(value) for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items()}
+
+
+class OnDevice(DeviceMemory):
+    """Counts the bytes that are asked for on CUDA, and none elsewhere."""
+
+    def weight(self, device_type: str, nbytes: int) -> int:
+        return nbytes if device_type == "cuda" else 0
 
 
 class OpScratch(TorchDispatchMode):
@@ -129,7 +138,7 @@ def on_fakes(make: Any, call: Any, device: DeviceModel) -> tuple[Record, Record,
         truth["exact"] &= scratch.exact
 
     with world.active():
-        tracker = StorageTracker(on_op=on_op)
+        tracker = StorageTracker(on_op=on_op, memory=OnDevice())
         tracker.hold(fakes)
         start = 0
 

@@ -13,10 +13,10 @@ from fxmem.profiling.caching_allocator import (
     CachingAllocator,
     StepEvents,
     allocator_peaks,
-    cublas_workspace_bytes,
     rounded,
     segment_bytes,
 )
+from fxmem.profiling.device_memory import cublas_workspace_bytes
 
 MIB = 1 << 20
 

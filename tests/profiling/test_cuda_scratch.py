@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fxmem.devices import DEVICES
+from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
 from fxmem.profiling.cuda_reduction import TensorRecord, contiguous, reduction_blocks
 from fxmem.profiling.cuda_scratch import RULES, Scratch, scratch_of
 from fxmem.profiling.cudnn_workspace import workspace_bound
@@ -99,6 +100,15 @@ def test_fakes_with_the_rules_are_never_below_the_device(device: str) -> None:
     for case in recorded(device)["cases"]:
         for direction, seen in case["stub"].items():
             assert case["fakes_and_rules"][direction] >= seen - 16, case
+
+
+def test_nineteen_of_twenty_cases_are_put_right_to_the_byte_and_the_rest_is_known() -> None:
+    """A product's gradient goes another way where a value is zero, which fakes cannot tell; large sorts are bounds."""
+    cases = recorded("h100-80gb")["cases"]
+    wrong = [case["case"] for case in cases if case["fakes_and_rules"] != case["stub"]]
+    assert len(cases) >= 200
+    assert len(wrong) <= 0.05 * len(cases)
+    assert {name.split()[1] for name in wrong} == {"prod", "sort"}
 
 
 def test_the_bias_gradient_of_a_linear_takes_a_third_of_its_budget_more() -> None:

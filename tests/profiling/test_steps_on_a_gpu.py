@@ -7,6 +7,8 @@ The figures are those of ``benchmarks/results/cuda_eager_h100-80gb.json``, recor
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,11 @@ from fxmem.capture.graph import Inputs
 from fxmem.devices import device_named
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
-from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents
-from fxmem.profiling.verify import eager_step
+from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents, StepLog, allocator_peaks
+from fxmem.profiling.device_memory import DeviceMemory
+from fxmem.profiling.storage_tracker import StorageTracker
+from fxmem.profiling.training_step import BARE
+from fxmem.profiling.verify import eager_step, emitted_step
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import as_in_training
 
@@ -79,6 +84,90 @@ def test_ops_with_kernels_of_their_own_stay_whole() -> None:
             (nn.functional.silu(x) + nn.functional.mish(x) + nn.functional.rms_norm(x, (8,))).sum().backward()
     assert {"silu_backward", "mish_backward", "_fused_rms_norm"} <= set(seen)
     assert not {"sigmoid", "rsqrt", "tanh"} & set(seen)
+
+
+class HeadFirst(nn.Module):
+    """Its head is declared first and used last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(96, 128, bias=False)
+        self.body = nn.Sequential(nn.Linear(64, 96), nn.BatchNorm1d(96))
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x * self.scale))  # type: ignore[no-any-return]
+
+
+def events_of_head_first() -> tuple[StepEvents, StepEvents]:
+    """Return what the step allocates, the model's and that of its graph."""
+    model = HeadFirst()
+    inputs = Inputs.of_example(torch.randn(32, 64), None, model)
+    world = FakeWorld(inputs.leaves, "cuda", moved=True)
+    moved = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+    with as_in_training(), standing_in(device_named("h100-80gb")), world.state_of(model):
+        captured = capture(model, moved)
+        eager = eager_step(model, captured, moved, BARE)
+        emitted = emitted_step(captured.graph_module, captured, moved, BARE)
+    return eager.events, emitted.events
+
+
+def test_parameters_and_buffers_come_to_the_device_in_the_order_of_the_model_s_modules() -> None:
+    """The first block that fits serves, so order tells where gaps are."""
+    for events in events_of_head_first():
+        sizes = [nbytes for _, _, nbytes in events.present]
+        head, body, scale = [96 * 128 * 4], [64 * 96 * 4, 512, 512, 512, 512, 512, 512], [512]
+        assert sizes == [*head, *body, *scale, 32 * 64 * 4]
+
+
+def test_cublas_takes_its_workspace_when_copies_of_matrices_are_made() -> None:
+    """The sum's gradient is an expanded number, which the head's backward copies first."""
+    for events in events_of_head_first():
+        place, _ = events.libraries[1]
+        copied = 32 * 128 * 4
+        assert events.step[place - 1] == ("alloc", events.step[place - 1][1], copied)
+        assert events.step[place] == ("free", events.step[place - 1][1], copied)
+
+
+def allocated_by(call: Callable[[], Any]) -> list[int]:
+    """Return the bytes of what ``call`` allocates on an H100, in order."""
+    log, gpu = StepLog(), device_named("h100-80gb")
+    with standing_in(gpu), FakeWorld((), "cuda", moved=True).active():
+        with StorageTracker(log.note, memory=DeviceMemory(gpu)):
+            held = call()
+        del held
+    return [nbytes for kind, _, nbytes in log.events(()).step if kind == "alloc" and nbytes]
+
+
+def on_gpu(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.ones(*shape, device="cuda", **options)
+
+
+def test_a_dropout_s_mask_is_allocated_before_its_result() -> None:
+    sizes = allocated_by(lambda: torch.native_dropout(on_gpu(64, 64), 0.5, True))
+    assert sizes[1:] == [64 * 64, 64 * 64 * 4]
+
+
+def test_bags_are_counted_before_they_are_made() -> None:
+    def call() -> Any:
+        table, ids = on_gpu(100, 64), on_gpu(64 * 16, dtype=torch.long)
+        offsets = torch.arange(64, device="cuda") * 16
+        return torch.ops.aten._embedding_bag(table, ids, offsets, False, 1)
+
+    result, count, bag = 64 * 64 * 4, 64 * 8, 64 * 16 * 8
+    sizes = allocated_by(call)
+    assert sizes[sizes.index(result) - 2 :][:3] == [count, bag, result]
+
+
+def test_a_depthwise_convolution_makes_the_weight_s_gradient_first() -> None:
+    def call(groups: int) -> Any:
+        x, weight = on_gpu(2, 32, 16, 16), on_gpu(32, 32 // groups, 3, 3)
+        geometry = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+        return torch.ops.aten.convolution_backward(x, x, weight, *geometry, [True, True, False])
+
+    image, kernel = 2 * 32 * 16 * 16 * 4, 32 * 9 * 4
+    assert allocated_by(lambda: call(32))[2:] == [1536, image]
+    assert allocated_by(lambda: call(1))[2:] == [image, 32 * kernel]
 
 
 def blocks(dropout: float = 0.1) -> nn.Module:
@@ -177,3 +266,30 @@ def test_fused_optimizers_on_a_gpu_that_is_not_here(make: Any, allocated_bytes: 
     estimate = fxmem.estimate(model, torch.randn(64, 1024), optimizer=optimizer, device="cuda:h100", plan_seconds=1)
     assert estimate.cuda is not None
     assert estimate.cuda.allocated_bytes == allocated_bytes + 2048
+
+
+def test_a_norm_with_channels_last_makes_the_input_s_gradient_last() -> None:
+    def call() -> Any:
+        x = on_gpu(2, 32, 16, 16, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        weight = on_gpu(32)
+        norm = torch.ops.aten.native_batch_norm_backward
+        return norm(x, x, weight, None, None, weight, weight, True, 1e-5, [True, True, True])
+
+    assert allocated_by(call)[3:6] == [512, 512, 2 * 32 * 16 * 16 * 2]
+
+
+def test_copies_that_a_convolution_makes_are_there_before_its_result() -> None:
+    def call() -> Any:
+        x, weight = on_gpu(2, 8, 64, 64).to(memory_format=torch.channels_last), on_gpu(16, 8, 3, 3)
+        return torch.conv2d(x, weight, padding=1)
+
+    kernel, result = 16 * 8 * 9 * 4, 2 * 16 * 64 * 64 * 4
+    assert allocated_by(call)[3:] == [kernel, result]
+
+
+def test_a_scaler_s_state_is_made_where_the_first_loss_is_scaled() -> None:
+    step = (("alloc", 8, 2 * MIB), ("free", 8, 0), ("alloc", 9, MIB), ("free", 9, 0))
+    first = StepEvents(step=step, scaler=(("alloc", 7, 3 * MIB),), scaled_at=2, optimizer_at=4)
+    assert allocator_peaks(first.history(1)).allocated_bytes == 4 * MIB
+    assert first.peaks().allocated_bytes == 5 * MIB
+    assert replace(first, workspaces=((0, 4 * MIB),)).peaks().most_allocated_bytes == 7 * MIB
