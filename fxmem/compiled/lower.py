@@ -189,7 +189,7 @@ class _ScalarOnly(CppKernelProxy):
     """
 
     def __init__(self, kernel_group: Any) -> None:
-        super().__init__(kernel_group)
+        super().__init__(kernel_group)  # type: ignore[no-untyped-call]
         self.picked_vec_isa = None  # type: ignore[assignment]
 
 
@@ -197,7 +197,8 @@ class _ScalarInTiles(CppKernelProxy):
     """The same with the loops' tiles, which tell whether kernels can share an outer loop, and with it buffers."""
 
     def codegen_functions(self, fn_list: Sequence[Callable[..., Any]], var_sizes_list: Sequence[Any]) -> None:
-        super().codegen_functions([_not_in_vectors(fn) for fn in fn_list], var_sizes_list)
+        functions = [_not_in_vectors(fn) for fn in fn_list]
+        super().codegen_functions(functions, var_sizes_list)  # type: ignore[no-untyped-call]
 
 
 def _not_in_vectors(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from torch import fx
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
 from fxmem.api.arguments import settings_of
+from fxmem.compiled import choice
 from fxmem.compiled.graph_planner import GraphPlanner
 from fxmem.compiled.surroundings import Surroundings
 from tests.compiled.random_functions import inputs, random_function
@@ -32,7 +33,10 @@ def _compiled_anew() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", representatives(range(20), 0))
-def test_no_budget_is_exceeded_and_less_memory_never_costs_less_time(seed: int) -> None:
+def test_no_budget_is_exceeded_and_less_memory_never_costs_less_time(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "NUM_CANDIDATES", 6)
     draw, told = random.Random(seed), []
 
     def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:

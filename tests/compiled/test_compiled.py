@@ -16,6 +16,7 @@ from torch._inductor import config as inductor_config
 
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
+from fxmem.compiled import choice
 from fxmem.compiled.refusals import check_one_graph
 from tests.compiled.models import OPTIONS, Net, batch
 
@@ -64,8 +65,9 @@ def test_estimate_tells_the_compiled_steps_peak_and_nothing_runs() -> None:
 
 
 @pytest.mark.slow
-def test_the_frontier_tells_what_every_budget_gets() -> None:
-    model, (x, y) = Net(), batch()
+def test_the_frontier_tells_what_every_budget_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "NUM_CANDIDATES", 5)
+    model, (x, y) = Net(blocks=3), batch()
     options: dict[str, Any] = {**OPTIONS, "loss_fn": F.cross_entropy, "targets": y}
     points = fxmem.frontier(model, x, **options)
     budgets, overheads = [p.budget_bytes for p in points], [p.overhead_ratio for p in points]
