@@ -31,7 +31,7 @@ from torch._inductor.virtualized import V
 
 from fxmem.disk_cache import digest
 from fxmem.errors import FxMemError
-from fxmem.torch_patches.replacing import replaced
+from fxmem.torch_patches.replacing import replaced, replaced_here
 
 Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.GraphModule, fx.GraphModule]]
 """Called with a joint graph, the number of the forward's outputs, and the places of inputs at fixed addresses."""
@@ -174,8 +174,8 @@ def _codes_kept(wrappers: list[Wrapper]) -> Iterator[None]:
         return SimpleNamespace(call=lambda args: None, __file__="<not compiled>")
 
     with (
-        replaced(inductor_graph.GraphLowering, "compile_to_module", keep),
-        replaced(CppScheduling, "codegen_node", _scalar_code),
+        replaced_here(inductor_graph.GraphLowering, "compile_to_module", keep),
+        replaced_here(CppScheduling, "codegen_node", _scalar_code),
         inductor_config.patch(force_disable_caches=True),
     ):
         yield
@@ -211,9 +211,8 @@ def _not_in_vectors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _scalar_code(self: Any, node: Any, generate: Callable[..., Any] = CppScheduling.codegen_node) -> None:
     """Stands for ``CppScheduling.codegen_node``."""
-    proxy = _ScalarInTiles if isinstance(node, OuterLoopFusedSchedulerNode) else _ScalarOnly
-    with replaced(CppScheduling, "kernel_proxy_cls", proxy):
-        generate(self, node)
+    self.kernel_proxy_cls = _ScalarInTiles if isinstance(node, OuterLoopFusedSchedulerNode) else _ScalarOnly
+    generate(self, node)
 
 
 class Kernel:
