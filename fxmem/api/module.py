@@ -73,9 +73,8 @@ def optimize(
       keeps the budget, and the better one takes its place at the first step after it is found. No bit depends on it. What
       no quick plan fits, and offloads, are planned at once, as with ``"now"``; ``module.fxmem.finish_planning()`` waits.
     - ``backend``: ``"inductor"`` compiles the model with torch.compile's Inductor under the same budget, and returns a
-      :class:`fxmem.CompiledModule`. Its bits are not eager's but those of the same compiler with nothing recomputed. It
-      takes no ``plan_for``, ``methods``, ``shapes`` and ``plan``. ``"auto"`` is for who accepts both bits: it takes the
-      backend whose plan for the example is estimated to be faster; ``module.fxmem.choice`` tells which, and why.
+      :class:`fxmem.CompiledModule`, whose bits are that compiler's, not eager's. ``"auto"`` takes what is estimated to be
+      faster, as ``module.fxmem.choice`` says. Neither takes ``plan_for``, ``methods``, ``shapes`` and ``plan``.
 
     Under autocast the peak counts casts of weights until the region ends; if yours ends before the step does, the peak is
     an upper bound.
@@ -83,13 +82,11 @@ def optimize(
     Errors, all before anything big is allocated: ``InputError`` (a ``ValueError``) for arguments that cannot be used,
     ``InfeasibleBudgetError`` when no plan fits, ``CaptureError`` when no graph does what the model does.
     """
-    bound, choice = (budget_gb, budget, budget_mb), ""
-    if check_backend(backend, AUTO) != "eager":
-        if plan_for is not None or shapes is not None or tuple(methods) != ("forward",) or plan != "now":
-            raise InputError(f'plan_for=, methods=, shapes= and plan= are not for backend="{backend}"; leave them out')
-        compiled, choice = _in_inductor(backend, model, (example_args, example_kwargs), bound, options)
-        if compiled is not None:
-            return cast(FxMemModule, compiled)
+    bound = (budget_gb, budget, budget_mb)
+    is_plain = plan_for is None and shapes is None and tuple(methods) == ("forward",) and plan == "now"
+    compiled, choice = _in_inductor(backend, model, (example_args, example_kwargs), bound, options, is_plain)
+    if compiled is not None:
+        return cast(FxMemModule, compiled)
     settings = _settings(model, (example_args, example_kwargs), bound, plan_for, options)
     settings = replace(settings, background=is_in_background(plan))
     module = optimized(model, settings, check_methods(model, methods))
@@ -132,9 +129,21 @@ def optimize_(
 
 
 def _in_inductor(
-    backend: str, model: torch.nn.Module, example: tuple[Any, Any], budget: BudgetArguments, options: Options
+    backend: str,
+    model: torch.nn.Module,
+    example: tuple[Any, Any],
+    budget: BudgetArguments,
+    options: Options,
+    is_plain: bool,
 ) -> tuple[CompiledModule | None, str]:
-    """Return ``model`` compiled, or None where "auto" takes the eager backend; and what "auto" chose, and why."""
+    """Return ``model`` compiled, or None for the eager backend; and what "auto" chose, and why.
+
+    ``is_plain``: nothing is asked for that only the eager backend takes.
+    """
+    if check_backend(backend, AUTO) == "eager":
+        return None, ""
+    if not is_plain:
+        raise InputError(f'plan_for=, methods=, shapes= and plan= are not for backend="{backend}"; leave them out')
     if backend != AUTO:
         return compiled_module(model, example, budget, options), ""
     compiled, choice = compiled_if_cheaper(model, example, budget, options)
