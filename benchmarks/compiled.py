@@ -1,9 +1,10 @@
 """Compiled steps under a budget: ``python -m benchmarks.compiled [--models NAMES] [--seconds N]``.
 
 In: small models, on one CPU thread. Out: one table, and benchmarks/results/compiled.json, written after every row. Each
-model is trained by torch.compile with nothing recomputed (``activation_memory_budget`` 1), at lower budgets of torch's own,
-and by ``fxmem.optimize(backend="inductor")`` at shares of what keeping all takes above parameters and batch. Peaks are
-those of the CPU allocator's events; gradients are compared with the first way's, bit by bit; times are CPU times in turns.
+model is trained by torch.compile with nothing recomputed (``activation_memory_budget`` 1), for some at lower budgets of
+torch's own, and by ``fxmem.optimize(backend="inductor")`` at given megabytes above parameters and batch, or at shares of
+what keeping all takes above them. Peaks are those of the CPU allocator's events; gradients are compared with the first
+way's, bit by bit; times are CPU times in turns.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import argparse
 import copy
 import gc
 import json
+import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch import nn
 
 import fxmem
 from benchmarks import models
-from benchmarks.batches import images, tokens
+from benchmarks.batches import images, speech, tokens
 from benchmarks.libraries import import_library
 from benchmarks.losses import cross_entropy
 from benchmarks.measure import allocator_rise_bytes, largest_relative_error
@@ -35,9 +37,20 @@ from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import run_step
 
 SEED = 7
-TORCH_BUDGETS = (1.0, 0.5)
-SHARES = (0.8, 0.65)
-"""fxmem's budgets: shares of what keeping all takes above parameters, batch and optimizer state."""
+MOST_WAYS = 32
+"""Ways that one model's code is compiled at most."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the ways that it is trained beside torch.compile's own with nothing recomputed."""
+
+    bench: BenchModel
+    shares: tuple[float, ...] = (0.7,)
+    """fxmem's budgets: shares of what keeping all takes above parameters, batch and optimizer state."""
+    rises_mb: tuple[float, ...] = ()
+    """fxmem's budgets in MB above these."""
+    torch_budgets: tuple[float, ...] = ()
 
 
 @dataclass
@@ -56,28 +69,57 @@ class Row:
     gradients: str | None = None
     """``bitwise`` those of the first way, or the largest relative error."""
     prepare_seconds: float | None = None
-    """Planning and compiling."""
+    """CPU time of planning, compiling (compilers that were started included) and the first step."""
     plan_seconds: float | None = None
+    """Of it, planning, with Dynamo's own work."""
+    num_lowered: int | None = None
+    estimated_ratio: float | None = None
+    """Estimated time of the step over that of keeping all."""
     problem: str | None = None
 
 
-def small_models() -> dict[str, BenchModel]:
-    """Return the models of this benchmark: two layers or blocks each, so that compiling does not take hours."""
-    sizes = models._decoder_sizes
-    t5 = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 1, "num_heads": 4}
+def cases() -> dict[str, Case]:
+    """Return the models of this benchmark: most have one or two layers, so that compiling does not take hours."""
+    resnet = Case(models.get("resnet18"), shares=(0.8,))
+    gpt2 = Case(models.get("gpt2_2l"), shares=(), rises_mb=(15.9, 13.6), torch_budgets=(0.5,))
+    deep = replace(models.get("gpt2"), name="gpt2_6l")
     found = (
-        models.get("gpt2_2l"),
-        models._transformers(
-            "bert_2l", "BertForMaskedLM", tokens((4, 64), (4, 64)), (), sizes(128, 2, 4, 64), {}, models._ENCODER
-        ),
-        models._transformers(
-            "t5_1l", "T5ForConditionalGeneration", tokens((4, 32), (4, 32)), (), t5, {},
-            {"dropout_rate": 0.1, "decoder_start_token_id": 0, "use_cache": False},
-        ),
-        BenchModel("vit_2l", _vit, images((4, 64), (4, 64)), cross_entropy, ()),
-        models.get("resnet18"),
-    )  # fmt: skip
-    return {bench.name: bench for bench in found}
+        gpt2,
+        Case(deep, shares=(), rises_mb=(36.8, 28.2, 26.1, 24.0)),
+        *(Case(bench) for bench in _small_transformers()),
+        Case(BenchModel("vit_2l", _vit, images((4, 64), (4, 64)), cross_entropy, ())),
+        Case(BenchModel("swin_2l", _swin, images((4, 64), (4, 64)), cross_entropy, ())),
+        resnet,
+    )
+    return {case.bench.name: case for case in found}
+
+
+def _small_transformers() -> Iterator[BenchModel]:
+    sizes, text = models._decoder_sizes, tokens((4, 64), (4, 64))
+    t5 = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 1, "num_heads": 4}
+    t5_rest = {"dropout_rate": 0.1, "decoder_start_token_id": 0, "use_cache": False}
+    whisper = {
+        "d_model": 128, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512, "max_source_positions": 64,
+        "max_target_positions": 32, "dropout": 0.1, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2, "decoder_start_token_id": 1,
+    }  # fmt: skip
+    experts = {**models._ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    of = models._transformers
+    yield of("bert_2l", "BertForMaskedLM", text, (), sizes(128, 2, 4, 64), {}, models._ENCODER)
+    yield of("t5_1l", "T5ForConditionalGeneration", tokens((4, 32), (4, 32)), (), t5, {}, t5_rest)
+    yield of("llama_2l", "LlamaForCausalLM", text, (), sizes(128, 2, 4, 64), {}, models._ROTARY)
+    yield of("mixtral_1l", "MixtralForCausalLM", text, (), sizes(64, 1, 4, 64), {}, experts)
+    speeches = speech((4, 128, 16), (4, 128, 16))
+    yield of("whisper_1l", "WhisperForConditionalGeneration", speeches, (), whisper, {}, {})
+
+
+def _swin(scale: str) -> nn.Module:
+    transformer = import_library("torchvision.models.swin_transformer").SwinTransformer
+    return transformer(
+        patch_size=[4, 4], embed_dim=48, depths=[2, 2], num_heads=[2, 4], window_size=[4, 4], dropout=0.1,
+        stochastic_depth_prob=0.1, num_classes=10,
+    ).train()  # fmt: skip
 
 
 def _vit(scale: str) -> nn.Module:
@@ -94,14 +136,13 @@ class Racer:
     def __init__(
         self, bench: BenchModel, initial: nn.Module, batch: models.Batch, compiled: Callable[..., Any]
     ) -> None:
-        torch._dynamo.reset()
         self.bench, self.batch, self.module = bench, batch, copy.deepcopy(initial)
-        start = time.perf_counter()
+        start = _cpu_seconds()
         self.forward = compiled(self.module)
         torch.manual_seed(SEED)
         self.step()
         self.gradients = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
-        self.prepare_seconds = time.perf_counter() - start
+        self.prepare_seconds = _cpu_seconds() - start
 
     def step(self) -> None:
         self.module.zero_grad(set_to_none=True)
@@ -122,16 +163,23 @@ class Racer:
         return time.process_time() - start
 
 
-def rows_of(bench: BenchModel, seconds: float) -> Iterator[Row]:
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of the compilers that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def rows_of(case: Case, seconds: float) -> Iterator[Row]:
     """Yield the row of each way; times are filled in when the last has run."""
+    bench = case.bench
+    torch._dynamo.reset()
     torch.manual_seed(SEED)
     initial = bench.build("cpu")
     if hasattr(initial, "loss_function"):
         initial.loss_type = "ForCausalLM"  # unset, transformers warns in the forward, which breaks the graph
     batch = bench.batch("cpu")
-    rows, racers = [], []
-    for row, compiled in _ways(bench, batch):
-        rows.append(row)
+    racers: list[tuple[Row, Racer]] = []
+    for row, compiled in _ways(case, initial, batch):
         try:
             racer = Racer(bench, initial, batch, compiled)
         except Exception as error:
@@ -158,22 +206,35 @@ def _race(racers: list[tuple[Row, Racer]], seconds: float) -> None:
         row.time_ratio = statistics.median(taken[row.way] / taken[first] for taken in turns)
 
 
-def _ways(bench: BenchModel, batch: models.Batch) -> Iterator[tuple[Row, Callable[[nn.Module], Callable[..., Any]]]]:
-    for budget in TORCH_BUDGETS:
+def _ways(
+    case: Case, initial: nn.Module, batch: models.Batch
+) -> Iterator[tuple[Row, Callable[[nn.Module], Callable[..., Any]]]]:
+    bench = case.bench
+    for budget in (1.0, *case.torch_budgets):
         yield Row(bench.name, f"torch {budget:g}"), lambda module, budget=budget: _torch(module, budget)
-    keep = Row(bench.name, "fxmem, no budget")
-    yield keep, lambda module: _fxmem(keep, bench, batch, module)
-    for share in SHARES if keep.predicted_peak_bytes is not None else ():
-        assert keep.fixed_bytes is not None
-        rise = keep.predicted_peak_bytes - keep.fixed_bytes
-        row = Row(bench.name, f"fxmem {share:.0%}", budget_bytes=int(keep.fixed_bytes + share * rise))
+    budgets = {f"fxmem {mb:g} MB": int(mb * 1e6) for mb in case.rises_mb}
+    if case.shares:
+        found = fxmem.estimate(initial, *batch, **_options(bench))
+        budgets |= {f"fxmem {share:.0%}": int(share * (found.peak_bytes - found.fixed_bytes)) for share in case.shares}
+    fixed = StorageTracker().hold(tensors_of((initial, batch)))
+    for way, above in budgets.items():
+        row = Row(bench.name, way, budget_bytes=fixed + above)
         yield row, lambda module, row=row: _fxmem(row, bench, batch, module)
+
+
+def _options(bench: BenchModel) -> dict[str, Any]:
+    return {"optimizer": None, "loss_fn": bench.loss, "cost": "cpu", "backend": "inductor"}
 
 
 def _torch(module: nn.Module, budget: float) -> Callable[..., Any]:
     from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
 
-    compiled = torch.compile(module, fullgraph=True, dynamic=False)
+    def backend(graph: Any, inputs: Any) -> Any:
+        """A backend of its own: one that two ways shared would hand out the first's code for the second."""
+        return compile_fx(graph, inputs)
+
+    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
@@ -183,17 +244,19 @@ def _torch(module: nn.Module, budget: float) -> Callable[..., Any]:
 
 
 def _fxmem(row: Row, bench: BenchModel, batch: models.Batch, module: nn.Module) -> Callable[..., Any]:
-    options: dict[str, Any] = {"optimizer": None, "loss_fn": bench.loss, "cost": "cpu", "backend": "inductor"}
-    compiled: Any = fxmem.optimize(module, *batch, budget=row.budget_bytes, **options)
+    start = time.process_time()
+    compiled: Any = fxmem.optimize(module, *batch, budget=row.budget_bytes, **_options(bench))
+    row.plan_seconds = time.process_time() - start
     report = compiled.fxmem.report
     row.predicted_peak_bytes, row.fixed_bytes = report.predicted_peak_bytes, report.fixed_bytes
-    row.plan_seconds = report.plan_seconds
+    row.num_lowered, row.estimated_ratio = report.num_lowered, 1 + report.overhead_ratio
     return compiled  # type: ignore[no-any-return]
 
 
 def table(rows: list[Row]) -> str:
     """Return the rows as a table; MB are of the whole step."""
     mb: Callable[[int | None], str] = lambda n: "" if n is None else f"{n / 1e6:.3f}"  # noqa: E731
+    ratio: Callable[[float | None], str] = lambda x: "" if x is None else f"{x:.3f}"  # noqa: E731
     head = (
         "model",
         "way",
@@ -201,16 +264,18 @@ def table(rows: list[Row]) -> str:
         "predicted MB",
         "measured MB",
         "time",
+        "estimate",
         "gradients",
         "ready in s",
         "planned in s",
+        "lowered",
     )
     lines = [
         (
             r.model, r.way, mb(r.budget_bytes), mb(r.predicted_peak_bytes), mb(r.measured_peak_bytes),
-            "" if r.time_ratio is None else f"{r.time_ratio:.3f}", r.problem or r.gradients,
+            ratio(r.time_ratio), ratio(r.estimated_ratio), r.problem or r.gradients,
             "" if r.prepare_seconds is None else f"{r.prepare_seconds:.0f}",
-            "" if r.plan_seconds is None else f"{r.plan_seconds:.0f}",
+            "" if r.plan_seconds is None else f"{r.plan_seconds:.0f}", r.num_lowered or "",
         )
         for r in rows
     ]  # fmt: skip
@@ -218,13 +283,14 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    known = small_models()
+    known = cases()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(known), help="names, separated by commas")
     parser.add_argument("--seconds", type=float, default=20.0, help="of timed steps for each model")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = MOST_WAYS
     path = RESULTS / "compiled.json"
     asked = options.models.split(",")
     before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []

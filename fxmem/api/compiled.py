@@ -19,7 +19,7 @@ import torch
 from fxmem.api.arguments import DEFAULTS, Options, check_model, check_optimizable, example_of, settings_of, with_options
 from fxmem.api.budget import parse_budget
 from fxmem.capture.graph import Inputs
-from fxmem.compiled.report import CompiledEstimate, CompiledReport
+from fxmem.compiled.report import CompiledCost, CompiledEstimate, CompiledReport
 from fxmem.compiled.surroundings import Surroundings, surroundings_of, with_loss
 from fxmem.errors import InputError, NotPlannedError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
@@ -30,14 +30,18 @@ from fxmem.progress import CAPTURE_SECONDS, told
 
 if TYPE_CHECKING:
     from fxmem.compiled.backend import Backend
+    from fxmem.compiled.graph_planner import GraphPlanner
 
 BACKENDS = ("eager", "inductor")
+AUTO = "auto"
+"""The cheaper one, for :func:`fxmem.optimize`."""
 
 
-def check_backend(backend: str) -> str:
-    """Return ``backend``. Errors: ``InputError`` if it is none."""
-    if backend not in BACKENDS:
-        raise InputError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+def check_backend(backend: str, *others: str) -> str:
+    """Return ``backend``; ``others``: what is known beside :data:`BACKENDS`. Errors: ``InputError`` if it is none."""
+    known = (*BACKENDS, *others)
+    if backend not in known:
+        raise InputError(f"unknown backend {backend!r}; known: {', '.join(known)}")
     return backend
 
 
@@ -97,6 +101,8 @@ class CompiledNamespace:
         self.original = original
         """The model as it was given."""
         self.settings = settings
+        self.choice = ""
+        """With ``backend="auto"``: what was chosen, and why."""
         from fxmem.compiled.backend import Backend
 
         self._backend = Backend(settings, self._around)
@@ -127,15 +133,24 @@ class CompiledNamespace:
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan for a call like this one; nothing runs and no kernel is compiled. Errors: as :func:`fxmem.optimize`."""
+        self._only_planned(self._backend.plan, args, kwargs)
+
+    def frontier(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledCost, ...]:
+        """Return what every budget costs for a call like this one."""
+        found: list[CompiledCost] = []
+        self._only_planned(lambda planner: found.extend(planner.frontier()), args, kwargs)
+        return tuple(found)
+
+    def _only_planned(self, plan: Callable[[GraphPlanner], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         from fxmem.compiled.backend import Planned
 
-        self._backend.only_plan = True
+        self._backend.only_plan = plan
         try:
             self.call(args, kwargs)
         except Planned:
             pass
         finally:
-            self._backend.only_plan = False
+            self._backend.only_plan = None
 
     def _around(self, tensors: Sequence[torch.Tensor]) -> Surroundings:
         model, inputs = self.original, self._inputs
@@ -226,3 +241,15 @@ def compiled_estimate(
     module = compiled_module(model, example, (None, None, None), options)
     report = module.fxmem.report
     return CompiledEstimate(report.predicted_peak_bytes, report.fixed_bytes, report.saved_bytes)
+
+
+def compiled_frontier(
+    model: torch.nn.Module, example: tuple[Any, dict[str, Any] | None], options: Options
+) -> tuple[CompiledCost, ...]:
+    """Return what every budget costs for a compiled step. Errors: as :func:`fxmem.optimize`."""
+    check_model(model)
+    inputs = example_of(model, *example)
+    module = compiled_module(model, (None, None), (None, None, None), options)
+    seconds = CAPTURE_SECONDS + module.fxmem.settings.plan_seconds
+    with told(f"planning the compiled step of {type(model).__name__} for every budget", seconds):
+        return module.fxmem.frontier(*inputs.call())

@@ -9,7 +9,9 @@ from typing import Any, Unpack
 import torch
 
 from fxmem.api.arguments import Options, check_model, example_of, region_of_step, settings_of, with_options
+from fxmem.api.compiled import check_backend, compiled_frontier
 from fxmem.capture.export import capture
+from fxmem.compiled.report import CompiledCost
 from fxmem.errors import in_units
 from fxmem.frontiers import frontier_of
 from fxmem.ir import FrontierPoint, GraphProfile, PlainData
@@ -59,6 +61,8 @@ def frontier(
     model: torch.nn.Module,
     example_args: Any = None,
     example_kwargs: dict[str, Any] | None = None,
+    *,
+    backend: str = "eager",
     **options: Unpack[Options],
 ) -> Frontier:
     """Return the budgets at which the plan changes, falling, down to the minimum feasible peak.
@@ -66,7 +70,13 @@ def frontier(
     The first point keeps all that the policy lets. ``example_args`` (a tensor or a tuple) and ``example_kwargs``: one
     call's arguments. Peaks are planned, not yet verified on an emitted module, in bytes; times are estimates, in
     seconds. Errors: ``InputError``, ``CaptureError``, ``ProfileError``.
+
+    - ``backend``: ``"inductor"`` returns what :func:`fxmem.optimize` with this backend has to offer: up to 32 plans. Their
+      peaks are those of the code that Inductor generates for them; no kernel is compiled. Times are over the compiled
+      step's with nothing recomputed, and all of a plan's overhead is its gap: no lower bound is known.
     """
+    if check_backend(backend) == "inductor":
+        return _compiled(compiled_frontier(model, (example_args, example_kwargs), options))
     check_model(model)
     inputs, settings = example_of(model, example_args, example_kwargs), settings_of(options)
     context = CompileContext(model, inputs, settings, region_of_step(model, settings.step))
@@ -89,4 +99,10 @@ def frontier_from(profile: GraphProfile, points: Sequence[FrontierPoint]) -> Fro
             gap_ratio=point.gap_seconds / step_seconds,
         )
         for point in (points if any(p.plan.offloads for p in points) else with_bounds(profile, points))
+    )
+
+
+def _compiled(costs: Sequence[CompiledCost]) -> Frontier:
+    return Frontier(
+        BudgetPoint(c.budget_bytes, c.peak_bytes, c.overhead_seconds, c.overhead_ratio, c.overhead_ratio) for c in costs
     )

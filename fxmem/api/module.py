@@ -23,7 +23,8 @@ from fxmem.api.arguments import (
     with_options,
 )
 from fxmem.api.budget import parse_budget
-from fxmem.api.compiled import check_backend, compiled_module
+from fxmem.api.cheaper_backend import BudgetArguments, compiled_if_cheaper
+from fxmem.api.compiled import AUTO, CompiledModule, check_backend, compiled_module
 from fxmem.api.planned_class import FxMemModule, optimize_in_place, optimized, restored
 from fxmem.api.prepare import prepare
 from fxmem.devices import device_named
@@ -72,8 +73,8 @@ def optimize(
       keeps the budget, and the better one takes its place at the first step after it is found. No bit depends on it. What
       no quick plan fits, and offloads, are planned at once, as with ``"now"``; ``module.fxmem.finish_planning()`` waits.
     - ``backend``: ``"inductor"`` compiles the model with torch.compile's Inductor under the same budget, and returns a
-      :class:`fxmem.CompiledModule`. Its bits are not eager's but those of the same compiler with nothing recomputed. It
-      takes no ``plan_for``, ``methods``, ``shapes`` and ``plan``.
+      :class:`fxmem.CompiledModule`, whose bits are that compiler's, not eager's. ``"auto"`` takes what is estimated to be
+      faster, as ``module.fxmem.choice`` says. Neither takes ``plan_for``, ``methods``, ``shapes`` and ``plan``.
 
     Under autocast the peak counts casts of weights until the region ends; if yours ends before the step does, the peak is
     an upper bound.
@@ -81,14 +82,15 @@ def optimize(
     Errors, all before anything big is allocated: ``InputError`` (a ``ValueError``) for arguments that cannot be used,
     ``InfeasibleBudgetError`` when no plan fits, ``CaptureError`` when no graph does what the model does.
     """
-    if check_backend(backend) == "inductor":
-        if plan_for is not None or shapes is not None or tuple(methods) != ("forward",) or plan != "now":
-            raise InputError('plan_for=, methods=, shapes= and plan= are not for backend="inductor"; leave them out')
-        example = (example_args, example_kwargs)
-        return cast(FxMemModule, compiled_module(model, example, (budget_gb, budget, budget_mb), options))
-    settings = _settings(model, (example_args, example_kwargs), (budget_gb, budget, budget_mb), plan_for, options)
+    bound = (budget_gb, budget, budget_mb)
+    is_plain = plan_for is None and shapes is None and tuple(methods) == ("forward",) and plan == "now"
+    compiled, choice = _in_inductor(backend, model, (example_args, example_kwargs), bound, options, is_plain)
+    if compiled is not None:
+        return cast(FxMemModule, compiled)
+    settings = _settings(model, (example_args, example_kwargs), bound, plan_for, options)
     settings = replace(settings, background=is_in_background(plan))
     module = optimized(model, settings, check_methods(model, methods))
+    module.fxmem.choice = choice
     try:
         return _planned(module, example_args, example_kwargs, plan_for, shapes)
     except BaseException:
@@ -126,6 +128,30 @@ def optimize_(
         raise
 
 
+def _in_inductor(
+    backend: str,
+    model: torch.nn.Module,
+    example: tuple[Any, Any],
+    budget: BudgetArguments,
+    options: Options,
+    is_plain: bool,
+) -> tuple[CompiledModule | None, str]:
+    """Return ``model`` compiled, or None for the eager backend; and what "auto" chose, and why.
+
+    ``is_plain``: nothing is asked for that only the eager backend takes.
+    """
+    if check_backend(backend, AUTO) == "eager":
+        return None, ""
+    if not is_plain:
+        raise InputError(f'plan_for=, methods=, shapes= and plan= are not for backend="{backend}"; leave them out')
+    if backend != AUTO:
+        return compiled_module(model, example, budget, options), ""
+    compiled, choice = compiled_if_cheaper(model, example, budget, options)
+    if compiled is not None:
+        compiled.fxmem.choice = choice
+    return compiled, choice
+
+
 def restore(model: torch.nn.Module) -> torch.nn.Module:
     """Return ``model`` as it was before :func:`fxmem.optimize` or :func:`fxmem.optimize_`, and so each optimized part.
 
@@ -142,7 +168,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
 def _settings(
     model: torch.nn.Module,
     example: tuple[Any, ...],
-    budget: tuple[float | None, float | str | None, float | None],
+    budget: BudgetArguments,
     plan_for: str | None,
     options: Options,
 ) -> Settings:

@@ -39,6 +39,8 @@ class Namespace:
         self.original, self.settings = original, settings
         self.methods: dict[str, Namespace] = {}
         self.plans = LoopPlans(original, settings)
+        self.choice = ""
+        """With ``backend="auto"``: what was chosen, and why."""
         self._elsewhere: tuple[Plan, Report] | None = None
         """What was planned for a GPU that need not be here."""
         self._stepped: SteppedInBackward | None = None

@@ -4,9 +4,12 @@ In: a frontier, a function that lowers a plan and runs it on fakes. Out: a plan 
 
 NOTE [Monotone budgets]
 
-1. Candidates are a fixed, small part of the frontier, whatever the budget: the first keeps all.
-2. Keeping all is tried first. Then the candidates are bisected for the cheapest that fits.
-3. Of two budgets, what fits the lower fits the higher; up to the first candidate that tells them apart they are bisected
+1. Candidates are a fixed, small part of the frontier, whatever the budget: the first keeps all, the last is the deepest.
+2. A candidate fits a budget where neither its lowered step takes more, nor its plan as the planner sees it, less what the
+   planner sees too much where all is kept. The second is known without lowering, and is of no budget's doing either.
+   Of the deepest one only what is lowered counts, so that nothing is refused that fits.
+3. Keeping all is tried first. Then the candidates are bisected for the cheapest that fits.
+4. Of two budgets, what fits the lower fits the higher; up to the first candidate that tells them apart they are bisected
    alike, and from there on the higher one goes to cheaper candidates, the lower to dearer ones. So more bytes never cost
    more time, though peaks of lowered plans need not fall as the planner's do.
 """
@@ -20,8 +23,8 @@ from fxmem.compiled.fakerun import StepRun
 from fxmem.ir import FrontierPoint
 from fxmem.planners.pareto import cheapest_within
 
-NUM_CANDIDATES = 16
-"""So that a budget takes one lowering if all fits, else at most five."""
+NUM_CANDIDATES = 32
+"""So that a budget takes one lowering if all fits, else at most six."""
 
 
 @dataclass(slots=True)
@@ -46,24 +49,30 @@ class Candidates:
 
     def cheapest_within(self, budget_bytes: float, run: Callable[[FrontierPoint], StepRun]) -> int | None:
         """Return the place of the candidate to take (NOTE [Monotone budgets]); None if none of those tried fits."""
-
-        def fits(place: int) -> bool:
-            if place not in self.runs:
-                self.runs[place] = run(self.points[place])
-            return self.runs[place].peak_bytes <= budget_bytes
-
-        if fits(0):
+        if self.needed_bytes(0, run) <= budget_bytes:
             return 0
         best, low, high = None, 1, len(self.points)
         while low < high:
             middle = (low + high) // 2
-            if fits(middle):
+            if self._known_bytes(middle) <= budget_bytes and self.needed_bytes(middle, run) <= budget_bytes:
                 best = high = middle
             else:
                 low = middle + 1
         return best
 
+    def needed_bytes(self, place: int, run: Callable[[FrontierPoint], StepRun]) -> int:
+        """Return the least budget that a candidate fits."""
+        if place not in self.runs:
+            self.runs[place] = run(self.points[place])
+        return max(self.runs[place].peak_bytes, self._known_bytes(place))
+
+    def _known_bytes(self, place: int) -> int:
+        """Return what a candidate needs at least, as is known without lowering it once the first one is lowered."""
+        if place in (0, len(self.points) - 1):
+            return 0
+        return self.points[place].peak_bytes - max(0, self.points[0].peak_bytes - self.runs[0].peak_bytes)
+
     @property
     def least_bytes(self) -> int:
-        """The least peak of those that were lowered."""
-        return min(run.peak_bytes for run in self.runs.values())
+        """The least budget that one of those fits that were lowered."""
+        return min(max(run.peak_bytes, self._known_bytes(place)) for place, run in self.runs.items())

@@ -9,6 +9,7 @@ truer and some four times smaller. Which these are is Inductor's choice, and tol
 3. Outputs of the graph are memory.
 4. A pointwise value is memory where many read it, or where it is computed from more buffers than
    ``realize_reads_threshold``.
+5. A mask of a dropout may be memory: as it is drawn slowly and takes a byte each, keeping it is a choice of its own.
 
 What is not modelled: which kernels are merged, and the order that Inductor runs them in. The profile is to find plans with;
 each plan that is tried is judged by the code that Inductor generates for it (:mod:`fxmem.compiled.fakerun`).
@@ -23,7 +24,7 @@ from torch import fx
 
 from fxmem.capture.graph import source_of
 from fxmem.compiled.joint import JointGraph, is_tangent, is_tuple, is_view, nbytes_of, why_not_again
-from fxmem.compiled.op_kinds import is_generated, is_pointwise, readers_of, seconds_of, work_of
+from fxmem.compiled.op_kinds import is_generated, is_mask, is_pointwise, readers_of, seconds_of, work_of
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import GraphProfile, NodeProfile, Phase, Recipe, StaticBytes, Storage, Tick
 from fxmem.profiling.roofline import Hardware
@@ -43,6 +44,8 @@ class Kernel:
     """Those of its results that are in memory."""
     sources: tuple[fx.Node, ...]
     """Values in memory that it is computed from."""
+    inner: tuple[fx.Node, ...]
+    """What is computed inside of it, between these and its op."""
     why_not: str
 
 
@@ -75,7 +78,8 @@ class Kernels:
         kernels = []
         for op, values in groups.items():
             is_output = "an output" if any(v in outputs or _is_viewed(v, outputs) for v in values) else ""
-            kernels.append(Kernel(op, tuple(values), reads[values[0]], why_not_again(op) or is_output))
+            inner = _inner(op, sources)
+            kernels.append(Kernel(op, tuple(values), reads[values[0]], inner, why_not_again(op) or is_output))
         return Kernels(joint, tuple(kernels), sources, tuple(_united(sources, n) for n in joint.backward))
 
     @property
@@ -88,6 +92,18 @@ def _united(sources: dict[fx.Node, tuple[fx.Node, ...]], node: fx.Node) -> tuple
     return tuple(dict.fromkeys(s for a in node.all_input_nodes for s in sources.get(a, ())))
 
 
+def _inner(op: fx.Node, sources: dict[fx.Node, tuple[fx.Node, ...]]) -> tuple[fx.Node, ...]:
+    """Return the nodes without memory that ``op`` is computed from."""
+    found: dict[fx.Node, None] = {}
+    todo = list(op.all_input_nodes)
+    while todo:
+        node = todo.pop()
+        if node in sources and sources[node] != (node,) and node not in found:
+            found[node] = None
+            todo += node.all_input_nodes
+    return tuple(found)
+
+
 def _is_viewed(value: fx.Node, outputs: set[fx.Node]) -> bool:
     return any(is_view(user) and (user in outputs or _is_viewed(user, outputs)) for user in value.users)
 
@@ -95,7 +111,7 @@ def _is_viewed(value: fx.Node, outputs: set[fx.Node]) -> bool:
 def _in_memory(node: fx.Node, reads: tuple[fx.Node, ...], inside: set[fx.Node]) -> bool:
     if is_view(node):
         return False
-    if not is_pointwise(node) or why_not_again(node):
+    if not is_pointwise(node) or why_not_again(node) or is_mask(node):
         return True
     readers = readers_of(node)
     if any(reader.op == "call_function" and not is_generated(reader) for reader in readers):
@@ -118,7 +134,7 @@ def profile_of(kernels: Kernels, around: Surroundings, hardware: Hardware) -> Gr
     recipe_of: dict[fx.Node, int] = {}
     for i, kernel in enumerate(kernels.kernels):
         reads, creates = tuple(index[s] for s in kernel.sources), tuple(index[v] for v in kernel.values)
-        flops, moved_bytes, seconds = work_of(kernel.op, kernel.sources, kernel.values, hardware)
+        flops, moved_bytes, seconds = work_of(kernel.op, kernel.inner, kernel.sources, kernel.values, hardware)
         nodes.append(
             NodeProfile(
                 i, kernel.op.name, str(kernel.op.target), reads, creates, (), (), seconds, flops, moved_bytes, False,

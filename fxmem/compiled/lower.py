@@ -24,12 +24,14 @@ from torch._guards import CompileContext
 from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor import graph as inductor_graph
+from torch._inductor.codegen.cpp import CppKernelProxy, CppScheduling, CppVecKernel, OuterLoopFusedSchedulerNode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.virtualized import V
 
 from fxmem.disk_cache import digest
 from fxmem.errors import FxMemError
-from fxmem.torch_patches.replacing import replaced
+from fxmem.torch_patches.replacing import replaced, replaced_here
 
 Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.GraphModule, fx.GraphModule]]
 """Called with a joint graph, the number of the forward's outputs, and the places of inputs at fixed addresses."""
@@ -172,10 +174,45 @@ def _codes_kept(wrappers: list[Wrapper]) -> Iterator[None]:
         return SimpleNamespace(call=lambda args: None, __file__="<not compiled>")
 
     with (
-        replaced(inductor_graph.GraphLowering, "compile_to_module", keep),
+        replaced_here(inductor_graph.GraphLowering, "compile_to_module", keep),
+        replaced_here(CppScheduling, "codegen_node", _scalar_code),
         inductor_config.patch(force_disable_caches=True),
     ):
         yield
+
+
+class _ScalarOnly(CppKernelProxy):
+    """A C++ kernel of which only the scalar code is generated.
+
+    With it Inductor decides which buffers a kernel needs and which it writes over; the vector code that follows is the
+    same once more.
+    """
+
+    def __init__(self, kernel_group: Any) -> None:
+        super().__init__(kernel_group)  # type: ignore[no-untyped-call]
+        self.picked_vec_isa = None  # type: ignore[assignment]
+
+
+class _ScalarInTiles(CppKernelProxy):
+    """The same with the loops' tiles, which tell whether kernels can share an outer loop, and with it buffers."""
+
+    def codegen_functions(self, fn_list: Sequence[Callable[..., Any]], var_sizes_list: Sequence[Any]) -> None:
+        functions = [_not_in_vectors(fn) for fn in fn_list]
+        super().codegen_functions(functions, var_sizes_list)  # type: ignore[no-untyped-call]
+
+
+def _not_in_vectors(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*index_vars: Any) -> Any:
+        return None if isinstance(V.kernel, CppVecKernel) else function(*index_vars)
+
+    run.original_fn = getattr(function, "original_fn", function)  # type: ignore[attr-defined]  # where it looks for nodes
+    return run
+
+
+def _scalar_code(self: Any, node: Any, generate: Callable[..., Any] = CppScheduling.codegen_node) -> None:
+    """Stands for ``CppScheduling.codegen_node``."""
+    self.kernel_proxy_cls = _ScalarInTiles if isinstance(node, OuterLoopFusedSchedulerNode) else _ScalarOnly
+    generate(self, node)
 
 
 class Kernel:

@@ -18,10 +18,16 @@ from fxmem.op_facts.lookup import with_role
 from fxmem.profiling.roofline import Hardware, flops_of
 from fxmem.torch_private import OpOverload, schema_of, tree_map_only
 
+FLOPS_OF_SERIES, FLOPS_OF_LONG_SERIES = 80, 200
+"""Of one element of ``exp`` and of ``tanh``, as C++ computes them in vectors: what matrix products do meanwhile."""
+FLOPS_OF_RANDOM = 1000
+"""Of one random number: ten rounds of Philox, which Inductor's C++ does one number at a time."""
 FUSED = 0.5
 """Share of a fused kernel's traffic that it costs to run it again: its result stays in the kernel that asks."""
 _POINTWISE, _REDUCTIONS = with_role(CompiledRole, "pointwise"), with_role(CompiledRole, "reduction")
-_PRIMS_POINTWISE = frozenset({"prims::inductor_random", "prims::inductor_lookup_seed"})
+_SERIES, _LONG_SERIES = with_role(CompiledRole, "series"), with_role(CompiledRole, "long series")
+_RANDOM = frozenset({"prims::inductor_random", "prims::inductor_randint"})
+_PRIMS_POINTWISE = _RANDOM | {"prims::inductor_lookup_seed"}
 _PRIMS_REDUCTIONS = frozenset({"prims::prepare_softmax_online"})
 """By name: there are no such ops before Inductor is imported."""
 
@@ -36,7 +42,7 @@ def is_pointwise(node: fx.Node) -> bool:
         return is_pointwise(node.args[0])  # type: ignore[arg-type]
     target = node.target
     return isinstance(target, OpOverload) and (
-        torch.Tag.pointwise in target.tags or target in _POINTWISE or schema_of(target).name in _PRIMS_POINTWISE
+        torch.Tag.pointwise in target.tags or target in _POINTWISE or _name_of(node) in _PRIMS_POINTWISE
     )
 
 
@@ -45,7 +51,19 @@ def is_generated(node: fx.Node) -> bool:
     target = node.target
     if is_pointwise(node) or target in _REDUCTIONS:
         return True
-    return isinstance(target, OpOverload) and schema_of(target).name in _PRIMS_REDUCTIONS
+    return _name_of(node) in _PRIMS_REDUCTIONS
+
+
+def is_mask(node: fx.Node) -> bool:
+    """True for booleans that random numbers are compared to: a byte of memory each, which many FLOPs make."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.bool:
+        return False
+    return is_pointwise(node) and any(_name_of(read) in _RANDOM for read in node.all_input_nodes)
+
+
+def _name_of(node: fx.Node) -> str:
+    return schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
@@ -64,13 +82,17 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
 
 
 def work_of(
-    op: fx.Node, reads: Sequence[fx.Node], results: Sequence[fx.Node], hardware: Hardware
+    op: fx.Node,
+    inner: Sequence[fx.Node],
+    reads: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    hardware: Hardware,
 ) -> tuple[int, int, float]:
-    """Return FLOPs, bytes moved and seconds of one run of a kernel."""
-    flops = _flops_of(op)
+    """Return FLOPs, bytes moved and seconds of one run of a kernel. ``inner``: all that is computed inside of it."""
+    flops = sum(_flops_of(node) for node in (op, *inner))
     if is_generated(op):
         moved_bytes = sum(nbytes_of(n) for n in (*results, *reads))
-        return flops, moved_bytes, FUSED * hardware.seconds(0, moved_bytes)
+        return flops, moved_bytes, hardware.seconds(flops, int(FUSED * moved_bytes))
     moved_bytes = nbytes_of(op) + sum(nbytes_of(n) for n in op.all_input_nodes)
     return flops, moved_bytes, hardware.seconds(flops, moved_bytes)
 
@@ -84,7 +106,19 @@ def seconds_of(node: fx.Node, hardware: Hardware) -> float:
 
 
 def _flops_of(node: fx.Node) -> int:
-    if not isinstance(node.target, OpOverload):
+    target = node.target
+    if not isinstance(target, OpOverload) or is_view(node):
         return 0
+    value = node.meta.get("val")
+    if is_generated(node):
+        return _flops_of_element(node) * (value.numel() if isinstance(value, torch.Tensor) else 0)
     args, kwargs = tree_map_only(fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
-    return flops_of(node.target, args, kwargs, node.meta.get("val"))
+    return flops_of(target, args, kwargs, value)
+
+
+def _flops_of_element(node: fx.Node) -> int:
+    if _name_of(node) in _RANDOM:
+        return FLOPS_OF_RANDOM
+    if node.target in _LONG_SERIES:
+        return FLOPS_OF_LONG_SERIES
+    return FLOPS_OF_SERIES if node.target in _SERIES else 1

@@ -21,8 +21,12 @@ class CompiledReport(PlainData):
     """Of the peak: parameters, buffers, batch, optimizer state."""
     saved_bytes: int
     """Alive between forward and backward."""
+    keep_all_seconds: float
+    """Estimated time of the step with nothing recomputed but what is free."""
+    overhead_seconds: float
+    """Estimated time of what is recomputed in one step."""
     overhead_ratio: float
-    """Estimated time of the step over that of keeping all, less 1."""
+    """``overhead_seconds`` over ``keep_all_seconds``."""
     num_kernels: int
     num_recomputed: int
     """Values in memory that the plan drops and makes again."""
@@ -38,6 +42,20 @@ class CompiledReport(PlainData):
             f"{self.num_recomputed} of {self.num_kernels} kernels run again, time {self.overhead_ratio:+.1%} "
             f"(estimate); planned in {self.plan_seconds:.1f} s, {self.num_lowered} plans lowered"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCost(PlainData):
+    """What one budget of a compiled step costs."""
+
+    budget_bytes: int
+    """The least budget for which this is the plan."""
+    peak_bytes: int
+    """Of the code that Inductor generates for the plan, run on fakes."""
+    overhead_seconds: float
+    """Estimated time of what is recomputed in one step."""
+    overhead_ratio: float
+    """``overhead_seconds`` over the estimated time of the step with nothing recomputed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ _RECORDED = "one run is recorded; what another run of the op does on other value
 _PIECES, _APART = "test_heads_in_pieces_have_eagers_gradients", "test_samples_apart_are_let_pass"
 _CONVOLUTIONS = "test_convolutions_in_pieces_have_eagers_gradients"
 _MLPS, _MEET = "test_mlps_in_pieces_have_eagers_gradients", "test_samples_that_meet_are_found"
+_PRICED = "test_what_is_computed_by_a_series_or_drawn_costs_more_than_what_moves_bytes_only"
 _LOWERED = "test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_compiled"
 _PROGRAM = "test_steps_as_programs_have_eagers_bits_and_stay_within_the_plan"
 
@@ -87,6 +88,9 @@ FACTS: tuple[OpFact, ...] = (
         _LOWERED,
     ),
     OpFact(_aten("sum amax amin mean var var_mean any cumsum"), CompiledRole("reduction"), _COMPILED, _LOWERED),
+    OpFact(
+        _aten("exp exp2 expm1 log log2 log1p tanh erf erfc sigmoid sin cos"), CompiledRole("series"), _COMPILED, _PRICED
+    ),
     OpFact(_aten("copy_.default"), CompiledRole("copy"), _COMPILED, _LOWERED),
     OpFact(_aten("reshape.default _unsafe_view.default"), CompiledRole("view"), _COMPILED, _LOWERED),
     OpFact(

@@ -16,8 +16,10 @@ from torch._inductor import config as inductor_config
 
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
+from fxmem.compiled import choice
 from fxmem.compiled.refusals import check_one_graph
 from tests.compiled.models import OPTIONS, Net, batch
+from tests.tiers import representatives
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,40 @@ def test_estimate_tells_the_compiled_steps_peak_and_nothing_runs() -> None:
     assert found.fixed_bytes >= 3 * sum(p.nbytes for p in model.parameters())
     assert found.fixed_bytes < found.saved_bytes < found.peak_bytes
     assert "compiled step: peak" in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", representatives([1, 3], 1))
+def test_the_frontier_tells_what_every_budget_gets(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "NUM_CANDIDATES", 5)
+    model, (x, y) = Net(blocks=blocks), batch()
+    options: dict[str, Any] = {**OPTIONS, "loss_fn": F.cross_entropy, "targets": y}
+    points = fxmem.frontier(model, x, **options)
+    budgets, overheads = [p.budget_bytes for p in points], [p.overhead_ratio for p in points]
+    assert len(points) > 1 or blocks == 1
+    assert budgets == sorted(budgets, reverse=True)
+    assert overheads == sorted(overheads)
+    assert all(p.predicted_peak_bytes <= p.budget_bytes for p in points)
+    for point in (points[0], points[-1]):
+        report: Any = fxmem.optimize(model, x, budget=point.budget_bytes, **options).fxmem.report
+        assert report.predicted_peak_bytes == point.predicted_peak_bytes
+        assert report.num_lowered == 0
+    with pytest.raises(fxmem.InfeasibleBudgetError):
+        fxmem.optimize(model, x, budget=points[-1].budget_bytes - 1, **options)
+
+
+@pytest.mark.slow
+def test_auto_takes_what_is_estimated_to_be_faster_and_says_so() -> None:
+    model, (x, y) = Net(), batch()
+    options: dict[str, Any] = {**OPTIONS, "loss_fn": F.cross_entropy, "targets": y, "backend": "auto"}
+    assert fxmem.optimize(model, x, **options).fxmem.choice.startswith("inductor: estimated ")
+    with inductor_config.patch(cpp_wrapper=True), pytest.raises(fxmem.InputError, match=r"C\+\+ wrappers"):
+        fxmem.optimize(model, x, **options)
+
+
+def test_auto_is_for_an_example() -> None:
+    with pytest.raises(fxmem.InputError, match="give it an example"):
+        fxmem.optimize(Net(), **{**OPTIONS, "backend": "auto"})
 
 
 @pytest.mark.exhaustive
@@ -134,7 +170,7 @@ def test_arguments_that_a_compiled_step_cannot_keep_are_refused(options: dict[st
 
 
 def test_unknown_backends_are_refused() -> None:
-    with pytest.raises(fxmem.InputError, match="known: eager, inductor"):
+    with pytest.raises(fxmem.InputError, match="known: eager, inductor, auto"):
         fxmem.optimize(Net(), torch.randn(2, 32), backend="tensorrt")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +18,7 @@ from torch._inductor import graph as inductor_graph
 from fxmem.compiled import lower
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.torch_private import FakeTensorMode
-
-
-class Stop(BaseException):
-    """Ends a compilation before any kernel is compiled."""
+from tests.compiled.seat import in_the_seat
 
 
 @pytest.fixture(autouse=True)
@@ -28,20 +26,6 @@ def _compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def in_the_seat(look: Callable[[fx.GraphModule, int, Any], None], function: Callable[..., Any], *args: Any) -> None:
-    """Have ``look`` called with the joint graph of ``function``; nothing is compiled."""
-
-    def partition(joint: fx.GraphModule, num_outputs: int, static: Any) -> Any:
-        look(joint, num_outputs, static)
-        raise Stop
-
-    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
-        return lower.compiled(graph_module, inputs, partition)
-
-    with pytest.raises(Stop):
-        torch.compile(function, backend=backend)(*args)
 
 
 def test_custom_partitioner_fn_is_called_with_the_joint_graph_after_inductors_own_passes() -> None:
@@ -84,6 +68,24 @@ def test_a_backward_writes_over_saved_tensors_that_are_said_to_be_donated() -> N
     in_the_seat(look, lambda x: x.sin().sin().sin(), torch.randn(64, 64, requires_grad=True))
     assert "# reuse" not in codes[0]
     assert "# reuse" in codes[1]
+
+
+def test_scalar_code_alone_asks_for_the_same_memory_as_all_code() -> None:
+    sources: list[str] = []
+
+    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
+        forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
+        for generate in (lower._scalar_code, lower.CppScheduling.codegen_node):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(lower, "_scalar_code", generate)
+                sources.append(lower.lowered_forward(forward, num_outputs).source)
+
+    x, weight = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+    in_the_seat(look, lambda x, w: (x @ w).softmax(-1).tanh() @ w, x, weight)
+    scalar, whole = (re.sub(r"r\'\'\'.*?\'\'\'", "", source, flags=re.DOTALL) for source in sources)
+    assert "at::vec::Vectorized" not in sources[0]
+    assert "at::vec::Vectorized" in sources[1]
+    assert scalar == whole
 
 
 def test_duplicates_and_what_nobody_reads_are_removed() -> None:

@@ -1,0 +1,82 @@
+"""Budgets of compiled steps: none is exceeded, and less memory never costs less time."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import fxmem
+from benchmarks.measure import allocator_rise_bytes
+from fxmem.api.arguments import settings_of
+from fxmem.compiled import choice
+from fxmem.compiled.graph_planner import GraphPlanner
+from fxmem.compiled.surroundings import Surroundings
+from tests.compiled.random_functions import inputs, random_function
+from tests.compiled.seat import in_the_seat
+from tests.tiers import representatives
+
+OPTIONS: dict[str, Any] = {"cost": "cpu", "plan_seconds": 1.0, "optimizer": None, "cache": False}
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", representatives(range(20), 0))
+def test_no_budget_is_exceeded_and_less_memory_never_costs_less_time(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "NUM_CANDIDATES", 6)
+    draw, told = random.Random(seed), []
+
+    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
+        planner = GraphPlanner.of(joint, num_outputs, static, Surroundings(), settings_of(OPTIONS))
+        most = planner.within(None)[1].predicted_peak_bytes
+        for budget in sorted((int(most * draw.uniform(0.5, 1.1)) for _ in range(6)), reverse=True):
+            try:
+                told.append(planner.within(budget)[1])
+            except fxmem.InfeasibleBudgetError as error:
+                told.append(planner.within(error.least_bytes)[1])
+
+    in_the_seat(look, random_function(seed), *inputs())
+    assert all(report.predicted_peak_bytes <= report.budget_bytes for report in told)
+    seconds = [report.overhead_seconds for report in told if report.budget_bytes is not None]
+    budgets = [report.budget_bytes for report in told]
+    assert [s for _, s in sorted(zip(budgets, seconds, strict=True), reverse=True)] == sorted(seconds)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(10))
+def test_compiled_steps_keep_random_budgets_with_the_compilers_own_gradients(seed: int) -> None:
+    """What is measured is what was told, and gradients are bitwise those of the step that keeps all."""
+    function, share = random_function(seed), random.Random(seed).uniform(0.6, 0.95)
+    x, *weights = inputs()
+    found: list[list[torch.Tensor]] = []
+    budget: int | None = None
+    for _ in range(2):
+        torch._dynamo.reset()
+        backend = fxmem.backend(budget=budget or "1GiB", **OPTIONS)
+        compiled = torch.compile(function, backend=backend, dynamic=False)
+
+        def step(compiled: Any = compiled) -> list[torch.Tensor]:
+            torch.manual_seed(1)
+            return list(torch.autograd.grad(compiled(x, *weights), weights, allow_unused=True))
+
+        found.append([g for g in step() if g is not None])
+        report = backend.reports[0]
+        gc.collect()
+        measured = report.fixed_bytes + allocator_rise_bytes(step)
+        assert abs(measured - report.predicted_peak_bytes) <= 0.001 * measured
+        assert budget is None or report.predicted_peak_bytes <= budget
+        budget = int(report.fixed_bytes + share * (report.predicted_peak_bytes - report.fixed_bytes))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
