@@ -71,14 +71,14 @@ class LeanBackwards:
         best = with_pools(best, before_pools(profiled, is_free))
         if not relus(context.profile_of(best), is_free):
             return best
-        least = _Least.of(context.profile_of(best))
+        least = _Least.of(context.profile_of(best), context.settings)
         for _ in range(MOST_ROUNDS):
             profiled = context.profile_of(best)
             names = at_peak(profiled, relus(profiled, is_free), least)
             if not names or least.plan_bytes <= (context.settings.budget_bytes or 0):
                 break
             other = with_bits(best, names)
-            now = _Least.of(context.profile_of(other))
+            now = _Least.of(context.profile_of(other), context.settings)
             if not now.is_below(least):
                 break
             best, least = other, now
@@ -90,15 +90,15 @@ class _Least:
     """How little memory a step can do with."""
 
     plan_bytes: int
-    """The least peak among quickly found plans."""
+    """The least peak among plans that the user's planner finds quickly."""
     peak_tick: int
     """Of that plan."""
     held_bytes: int
     """What every plan holds at some time."""
 
     @staticmethod
-    def of(profiled: Profiled) -> _Least:
-        points = PLANNERS["auto"](profiled.profile, seconds=PLAN_SECONDS)
+    def of(profiled: Profiled, settings: Settings) -> _Least:
+        points = PLANNERS[settings.planner](profiled.profile, seconds=PLAN_SECONDS)
         timeline = simulate(profiled.profile, min(points, key=lambda point: point.peak_bytes).plan)
         return _Least(timeline.peak_bytes, timeline.peak_step, int(_held(profiled).max(initial=0)))
 

@@ -79,8 +79,8 @@ def _two_steps(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients
     twins = [_on_meta(Geometry.of(p)).requires_grad_(p.requires_grad) for p in parameters]
     learning = {id(original_of(p)): twin for p, twin in zip(parameters, twins, strict=True) if p.requires_grad}
     optimizer = optimizer_over(step.optimizer, learning)
-    if optimizer is None:
-        return None
+    if optimizer is None or any(group.get("foreach") for group in optimizer.param_groups):
+        return None  # asked for, multi-tensor kernels take other temporaries on meta tensors
     tracker = StorageTracker()
     watched = WatchedOptimizer(optimizer, tracker)
     tracker.hold(twins)

@@ -77,6 +77,8 @@ def collapsed(nodes: tuple[GraphNode, ...], depth: int | None = None) -> network
 
     ``depth``: how many parts of a module path to tell apart; default: as many as give at most ``MOST_GROUPS`` groups.
     """
+    import networkx
+
     if depth is None:
         depth = max((node.module_path.count(".") + 1 for node in nodes), default=1)
         while depth > 1 and len(_groups(nodes, depth)) > MOST_GROUPS:
@@ -115,6 +117,8 @@ def _ops_of(nodes: list[GraphNode]) -> str:
 
 def draw_graph(nodes: tuple[GraphNode, ...], depth: int | None = None) -> Any:
     """Return a figure of the collapsed graph: one row a group, disks sized by saved bytes, orange where dropped."""
+    import networkx
+
     plt = pyplot()
     graph = collapsed(nodes, depth)
     num_rows = graph.number_of_nodes()
@@ -151,6 +155,8 @@ def draw_graph(nodes: tuple[GraphNode, ...], depth: int | None = None) -> Any:
 
 def _positions(graph: networkx.DiGraph) -> dict[int, tuple[float, float]]:
     """Place groups one below the other; those that could run side by side lie side by side."""
+    import networkx
+
     positions = {}
     for generation in networkx.topological_generations(graph):
         for lane, g in enumerate(sorted(generation)):

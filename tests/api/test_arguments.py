@@ -32,6 +32,7 @@ def batch() -> torch.Tensor:
 def options_of(entry_point: Callable[..., Any]) -> dict[str, Any]:
     parameters = inspect.signature(entry_point).parameters.values()
     own = {
+        "plan",
         "plan_for",
         "budget_mb",
         "methods",
