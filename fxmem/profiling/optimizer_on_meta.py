@@ -23,6 +23,7 @@ from fxmem.profiling.optimizer_step import (
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import Gradients, TrainingStep, optimizer_class, usual_gradients
 from fxmem.runtime.layout import Geometry
+from fxmem.torch_patches import without_optimizer_hooks
 
 
 def usual_step(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> RecordedStep | None:
@@ -51,6 +52,7 @@ def _seen(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients: Gra
             return None
 
 
+@without_optimizer_hooks()
 def state_bytes(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> dict[int, int]:
     """Return the bytes of the optimizer's state of each parameter, by its id; empty where they cannot be seen one by one.
 
@@ -74,6 +76,7 @@ def state_bytes(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> dict[
     return {parameter: nbytes[key] for parameter, key in learning.items()}
 
 
+@without_optimizer_hooks()
 def _two_steps(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients: Gradients) -> SeenOptimizer | None:
     """Step once, which makes the state, and once more watched."""
     twins = [_on_meta(Geometry.of(p)).requires_grad_(p.requires_grad) for p in parameters]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fxmem
 from fxmem.capture.export import capture
@@ -133,3 +134,16 @@ def test_a_constant_of_the_emitted_graph_is_counted_by_whoever_tracks_the_module
     with fxmem.track(optimized, x) as memory:
         run_step(lambda: optimized(x))
     assert memory.peak_bytes == optimized.report.predicted_peak_bytes
+
+
+def test_hooks_on_all_optimizers_see_no_step_of_planning() -> None:
+    seen: list[torch.optim.Optimizer] = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    try:
+        model, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(4, 8)
+        assert fxmem.estimate(model, x, optimizer="adamw").floor_bytes
+        optimized = fxmem.optimize(model, x, budget="50%", optimizer=torch.optim.AdamW)
+        optimized(x).sum().backward()
+    finally:
+        hook.remove()
+    assert not seen
