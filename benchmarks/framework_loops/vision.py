@@ -84,7 +84,7 @@ def unet_lora(run: Run) -> None:
     model.save_lora_adapter(run.folder)
 
 
-@loop("diffusers", "DiTTransformer2DModel")
+@loop("diffusers", "DiTTransformer2DModel", share=0.8)
 def dit(run: Run) -> None:
     from diffusers import DiTTransformer2DModel
 
@@ -132,7 +132,7 @@ def vae_methods(run: Run) -> None:
 # -- timm ----------------------------------------------------------------------------------------------------------------
 
 
-@loop("timm", "ConvNeXt, drop path, mixup, ModelEma")
+@loop("timm", "ConvNeXt, drop path, mixup, ModelEma", share=0.8)
 def timm_convnext(run: Run) -> None:
     import timm
     from timm.data import Mixup
