@@ -52,7 +52,7 @@ def gat(run: Run) -> None:
     message_passing(run, "GATConv")
 
 
-@loop("PyG", "SAGEConv")
+@loop("PyG", "SAGEConv", share=0.8)
 def sage(run: Run) -> None:
     message_passing(run, "SAGEConv")
 
@@ -180,7 +180,7 @@ def coded(run: Run, quantizer: nn.Module) -> None:
     steps(run, run.optimize(Net().train()), loss_of)
 
 
-@loop("vector-quantize-pytorch", "VectorQuantize (codes move by averages)")
+@loop("vector-quantize-pytorch", "VectorQuantize (codes move by averages)", share=0.85)
 def vector_quantize(run: Run) -> None:
     from vector_quantize_pytorch import VectorQuantize
 
@@ -188,7 +188,7 @@ def vector_quantize(run: Run) -> None:
     coded(run, VectorQuantize(dim=WIDTH, codebook_size=32))
 
 
-@loop("vector-quantize-pytorch", "VectorQuantize, kmeans_init, dead codes replaced")
+@loop("vector-quantize-pytorch", "VectorQuantize, kmeans_init, dead codes replaced", share=0.85)
 def vector_quantize_kmeans(run: Run) -> None:
     from vector_quantize_pytorch import VectorQuantize
 
@@ -196,7 +196,7 @@ def vector_quantize_kmeans(run: Run) -> None:
     coded(run, VectorQuantize(dim=WIDTH, codebook_size=32, kmeans_init=True, threshold_ema_dead_code=2))
 
 
-@loop("e3nn", "FullyConnectedTensorProduct, Gate")
+@loop("e3nn", "FullyConnectedTensorProduct, Gate", share=0.85)
 def equivariant(run: Run) -> None:
     from e3nn import o3
     from e3nn.nn import Gate

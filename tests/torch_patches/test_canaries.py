@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +22,13 @@ from fxmem import torch_patches as patches
 from fxmem.torch_private import OpOverload
 from tests.torch_patches import canaries_of_fakes  # noqa: F401  (its canaries)
 from tests.torch_patches.canaries import CANARIES, canary, exported, outcome
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_model_of_an_earlier_test() -> None:
+    """Lets go of garbage that was put out of the collections' way: a model's watch for its loss would see calls, too."""
+    gc.unfreeze()
+    gc.collect()
 
 
 @pytest.mark.parametrize("name", sorted(patches.PATCHES))
