@@ -250,7 +250,8 @@ def page() -> str:
         "quick planner, `chen`.",
         "",
         f"{len(trained)} of {len(rows)} loops train, {sum(bool(row.same_bits) for row in trained)} of them with the same "
-        f"bits, {len(trained) - len(over)} within the budget. Where a loop is refused, what the error says was done.",
+        f"bits, {len(trained) - len(over)} within the budget. The remedy of a refusal was followed only where the row says "
+        "so.",
         "",
         tabulate([_cells(row) for row in rows], headers=HEADERS, tablefmt="github", disable_numparse=True),
         "",

@@ -68,9 +68,8 @@ class Run:
         return [] if self.budget_bytes is None else [kind(budget=self.budget_bytes, **OPTIONS, **options)]
 
     def note(self, *values: Any) -> None:
-        """Note losses, or other values; not the fakes that a planned method computes while it is planned for."""
-        real = [value for value in values if not isinstance(value, torch.Tensor) or type(value) is torch.Tensor]
-        self.values += [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in real]
+        """Note losses, or other values."""
+        self.values += [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in values]
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

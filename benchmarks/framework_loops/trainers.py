@@ -49,9 +49,10 @@ def task(run: Run, how: str) -> Any:
                 run.optimize_(self.net)
 
         def training_step(self, batch: Any, _: int) -> Tensor:
-            loss = F.cross_entropy(self.net(batch[0]), batch[1])
-            run.note(loss)
-            return loss
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            run.note(outputs["loss"])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
