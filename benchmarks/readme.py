@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks import ablation as ablation_of_stages
 from benchmarks import ablation_runtime, frameworks
 from benchmarks.compare import EAGER_PEERS, Verdict, verdicts_of
+from benchmarks.compiled import told as compiled_steps
 from benchmarks.cuda_memory import told as cuda_budgets
 from benchmarks.frontier import PEERS
 from benchmarks.measure import Row
@@ -348,10 +349,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "compare": compare,
     "compare_table": compare_table,
     "published": published,
+    "compiled": compiled_steps,
     "cuda_budgets": cuda_budgets,
     "published_memory": told,
 }
-FILLED = ("README.md", "docs/results.md")
+FILLED = ("README.md", "docs/compiled.md", "docs/results.md")
 """Texts with sections between markers."""
 PAGES = {"comparison.md": comparison_page, "published.md": published_page, "frameworks.md": frameworks.page}
 

@@ -136,7 +136,8 @@ class LoopPlans:
         held_bytes = self._held_bytes = self._watch.look()
         if self._watch.is_new_step:
             self._look_at_loss()
-            self.end_searches()
+            if self._settings.background:
+                self.end_searches()
         try:
             return self._for_loop(held_bytes, inputs, autocast)
         except OtherSizeError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -216,6 +216,22 @@ def with_unused_state(graph_module: fx.GraphModule, model: torch.nn.Module) -> f
             path, _, attribute = name.rpartition(".")
             _place(tensor, graph_module, path, attribute)
     return graph_module
+
+
+def copied(captured: CaptureGraph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Return a copy of the graph, to be written into, and of each node its copy."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in captured.graph_module.graph.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    return graph, env
+
+
+def with_graph(captured: CaptureGraph, graph: fx.Graph) -> CaptureGraph:
+    """Return ``captured`` with another graph over the same state, which is checked. Errors: those of ``graph.lint``."""
+    graph.lint()
+    module = fx.GraphModule(captured.graph_module, graph, class_name="CaptureGraph")
+    return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -69,7 +69,7 @@ def run_or_recall(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     if len(_known) >= MOST_KNOWN:
         _known.clear()
     with DisableTorchFunction():
-        _known[key] = _described(kind, output, args, key)
+        _known[key] = _described(kind, output, args)
     return output
 
 
@@ -137,9 +137,7 @@ def _note_all(values: Sequence[Any], parts: list[Any], modes: set[Any]) -> None:
             raise _Unknown
 
 
-def _described(
-    kind: str, output: Any, args: Sequence[Any], key: _Key
-) -> tuple[bool, tuple[_Layout | None, ...]] | None:
+def _described(kind: str, output: Any, args: Sequence[Any]) -> tuple[bool, tuple[_Layout | None, ...]] | None:
     """Return how a result lies that was made now; None if it is not of its kind."""
     if kind == WRITTEN:
         return (False, ()) if output is args[0] else None

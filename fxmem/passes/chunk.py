@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxmem.capture.graph import CaptureGraph, with_unused_state
+from fxmem.capture.graph import CaptureGraph, with_graph
 from fxmem.ir import ChoiceMade
 from fxmem.passes.chunk_chains import (
     PARTS,
@@ -111,9 +111,7 @@ def in_pieces(captured: CaptureGraph, chains: Iterable[Head | Mlp], k: int) -> C
             env[node] = _write_mlp(graph, chain, k, env)
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
-    graph.lint()
-    module = fx.GraphModule(captured.graph_module, graph, class_name="CaptureGraph")
-    return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
+    return with_graph(captured, graph)
 
 
 def _write_head(graph: fx.Graph, head: Head, k: int, env: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxmem.capture.graph import CaptureGraph, with_unused_state
+from fxmem.capture.graph import CaptureGraph, copied, with_graph
 from fxmem.fake.fake_tensors import FakeWorld, made_outside
 from fxmem.ir import NodeProfile
 from fxmem.op_facts.kinds import UnreadInput
@@ -108,15 +108,10 @@ def with_forms(profiled: Profiled, requests: Mapping[int, Request]) -> CaptureGr
             leaner[node] = parts
     if not leaner:
         return captured
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in captured.graph_module.graph.nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
+    graph, env = copied(captured)
     for node, parts in leaner.items():
         _write(parts, env[node])
-    graph.lint()
-    module = fx.GraphModule(captured.graph_module, graph, class_name="CaptureGraph")
-    return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
+    return with_graph(captured, graph)
 
 
 def _write(parts: fx.Graph, call: fx.Node) -> None:

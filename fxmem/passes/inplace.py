@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxmem.capture.graph import CaptureGraph, with_unused_state
+from fxmem.capture.graph import CaptureGraph, copied, with_graph
 from fxmem.ir import InplaceDecision
 from fxmem.op_facts.kinds import InPlaceForm
 from fxmem.op_facts.lookup import by_op
@@ -125,13 +125,9 @@ class Inplace:
 def in_place(captured: CaptureGraph, decisions: tuple[InplaceDecision, ...]) -> CaptureGraph:
     """Return ``captured`` with the proved ops done in place."""
     proved = {decision.node for decision in decisions if not decision.why_not}
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in captured.graph_module.graph.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph, _ = copied(captured)
+    for node in graph.nodes:
         if node.name in proved:
             form = FORMS[_IN_PLACE[op_of(node.target)].form]
-            env[node].target = Scoped(form, node.target.region) if isinstance(node.target, Scoped) else form
-    graph.lint()
-    module = fx.GraphModule(captured.graph_module, graph, class_name="CaptureGraph")
-    return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
+            node.target = Scoped(form, node.target.region) if isinstance(node.target, Scoped) else form
+    return with_graph(captured, graph)

@@ -16,13 +16,13 @@ nobody wants gradients of; under autocast; calls that a policy speaks of.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from fxmem.capture.graph import CaptureGraph, with_unused_state
+from fxmem.capture.graph import CaptureGraph, copied, with_graph
 from fxmem.ir import NodeProfile
 from fxmem.op_facts.kinds import LeanBackward
 from fxmem.op_facts.lookup import by_op, resolved
@@ -242,19 +242,19 @@ def with_bits(captured: CaptureGraph, names: Collection[str]) -> CaptureGraph:
     """Return the captured graph with ReLUs of these names that save bits; the very same object if there are none."""
     if not names:
         return captured
-    graph = _copied(captured)
+    graph, _ = copied(captured)
     for node in graph.nodes:
         if node.name in names:
             form = RELUS[_FORMS[op_of(node.target)].form]
             node.target = Scoped(form, region_of(node.target)) if isinstance(node.target, Scoped) else form
-    return _written(captured, graph)
+    return with_graph(captured, graph)
 
 
 def with_pools(captured: CaptureGraph, names: Collection[str]) -> CaptureGraph:
     """Return the captured graph with ReLUs of these names as one op with the pooling that reads them."""
     if not names:
         return captured
-    graph = _copied(captured)
+    graph, _ = copied(captured)
     for node in list(graph.nodes):
         if node.name in names:
             (pool,) = node.users
@@ -263,21 +263,7 @@ def with_pools(captured: CaptureGraph, names: Collection[str]) -> CaptureGraph:
             pool.args = (pool_of, in_place, *node.args, *pool.args[1:])
             pool.target = relu_max_pool
             graph.erase_node(node)
-    return _written(captured, graph)
-
-
-def _copied(captured: CaptureGraph) -> fx.Graph:
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in captured.graph_module.graph.nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-    return graph
-
-
-def _written(captured: CaptureGraph, graph: fx.Graph) -> CaptureGraph:
-    graph.lint()
-    module = fx.GraphModule(captured.graph_module, graph, class_name="CaptureGraph")
-    return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
+    return with_graph(captured, graph)
 
 
 def notes_of(captured: CaptureGraph) -> Iterator[str]:

@@ -27,7 +27,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from fxmem.capture.graph import CaptureGraph, with_unused_state
+from fxmem.capture.graph import CaptureGraph, with_graph
 from fxmem.ir import ChoiceMade
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.planners.simulate import keep_all, simulate
@@ -232,6 +232,4 @@ def in_order(captured: CaptureGraph, order: Sequence[int]) -> CaptureGraph:
                 assert read.op == "get_attr", "what an op reads stands before it"
                 env[read] = graph.node_copy(read)
         env[call] = graph.node_copy(call, env.__getitem__)
-    graph.lint()
-    module = fx.GraphModule(captured.graph_module, graph, class_name="CaptureGraph")
-    return replace(captured, graph_module=with_unused_state(module, captured.graph_module))
+    return with_graph(captured, graph)

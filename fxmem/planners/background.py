@@ -70,10 +70,6 @@ class Planning:
     def __deepcopy__(self, memo: dict[int, Any]) -> Planning:
         return self
 
-    def cancel(self) -> None:
-        """End the process: nobody waits for it."""
-        self._end()
-
 
 def _end(process: subprocess.Popen[bytes], folder: TemporaryDirectory[str], owner: int) -> None:
     """End what is left of a process, from the program that began it and not from a fork of it."""
