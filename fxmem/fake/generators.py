@@ -7,8 +7,9 @@ another thread. Which of the two it was, the interpreter tells: it shows this th
 
 from __future__ import annotations
 
+import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,13 +28,14 @@ def default_generators() -> tuple[torch.Generator, ...]:
 
 
 class GeneratorStates:
-    """The states of ``generators``, as they are now."""
+    """The states of ``generators``: those they are at now, or ``new`` ones that nothing else puts a generator to."""
 
-    def __init__(self, generators: Iterable[torch.Generator]) -> None:
-        self._states = [(generator, generator.get_state()) for generator in generators]
+    def __init__(self, generators: Collection[torch.Generator], *, new: bool = False) -> None:
+        sources = map(_seeded_like, generators) if new else generators
+        self._states = [(generator, source.get_state()) for generator, source in zip(generators, sources, strict=True)]
 
     def restore(self) -> None:
-        """Put back each state that is another."""
+        """Put each generator that is at another state to this one."""
         for generator, state in self._states:
             if not _same(generator.get_state(), state):
                 generator.set_state(state)
@@ -65,13 +67,12 @@ class Draws(TorchDispatchMode):
     def watching(self) -> Iterator[Draws]:
         """Watch the body, put the states back.
 
-        One number is drawn from each generator first, so that its state is no seed's and no kept one's.
+        Each generator is given a state first that nobody else can put it to: not the forward, and no other thread.
         """
         before = GeneratorStates(self._watched)
         with without_modes():
-            for generator in self._watched:
-                torch.rand(1, device=generator.device, generator=generator)
-        self._states = GeneratorStates(self._watched)
+            self._states = GeneratorStates(self._watched, new=True)
+        self._states.restore()
         try:
             with self:
                 yield self
@@ -110,6 +111,10 @@ def seeds(forward: Callable[[], object]) -> bool:
     finally:
         sys.setprofile(None)
     return seen
+
+
+def _seeded_like(generator: torch.Generator) -> torch.Generator:
+    return torch.Generator(generator.device).manual_seed(secrets.randbits(63))
 
 
 def _same(state: torch.Tensor, other: torch.Tensor) -> bool:
