@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -140,15 +142,36 @@ def graphs_shown_to(show: Callable[[Sequence[Any]], None]) -> Iterator[None]:
 @contextmanager
 def calls_shown_to(mode: TorchFunctionMode) -> Iterator[None]:
     """Have ``mode`` see torch's functions, below all modes that there are: those that end in the body find themselves on
-    top, as they left the stack. Bodies may end in any order, in the thread they began in. torch 2.11 to 2.15.
+    top, as they left the stack. Bodies may end in any order, and where they like: while ``mode`` sees a call torch has it
+    off the stack and puts it back afterwards, and a finalizer may run in any thread; then it ends with a later
+    collection of garbage in its thread. torch 2.11 to 2.15.
     """
     with _no_function_modes() as around:
         around.insert(0, mode)
     try:
         yield
     finally:
-        with _no_function_modes() as around:
-            around[:] = [each for each in around if each is not mode]
+        if not _taken_off(mode):
+            _to_take_off.append(weakref.ref(mode))
+            if _take_off_more not in gc.callbacks:
+                gc.callbacks.append(_take_off_more)
+
+
+def _taken_off(mode: TorchFunctionMode | None) -> bool:
+    """Take ``mode`` off this thread's stack; False if it is not there. None is a mode that no stack has any more."""
+    with _no_function_modes() as around:
+        found = mode is None or any(each is mode for each in around)
+        around[:] = [each for each in around if each is not mode]
+    return found
+
+
+def _take_off_more(*_: Any) -> None:
+    _to_take_off[:] = [each for each in _to_take_off if not _taken_off(each())]
+    if not _to_take_off and _take_off_more in gc.callbacks:
+        gc.callbacks.remove(_take_off_more)
+
+
+_to_take_off: list[weakref.ref[TorchFunctionMode]] = []
 
 
 @contextmanager

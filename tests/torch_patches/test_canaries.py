@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +246,25 @@ def calls_shown_to(on: bool) -> object:
     body.__exit__(None, None, None)
     torch.sub(torch.ones(1), 2)
     return [name for name in mode.seen if name in ("add", "mul", "sub")]
+
+
+def test_a_mode_that_ends_while_it_sees_a_call_sees_none_after_the_next_collection() -> None:
+    seen: list[str] = []
+
+    class Ends(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            body.close()
+            return func(*args, **(kwargs or {}))
+
+    body, before = ExitStack(), list(gc.callbacks)
+    body.enter_context(patches.calls_shown_to(Ends()))
+    torch.add(torch.ones(1), 1)
+    gc.collect()
+    torch.mul(torch.ones(1), 2)
+    assert "ones" in seen
+    assert "mul" not in seen
+    assert gc.callbacks == before
 
 
 @canary(patched=[1, 1, 2, 1, 1], plain=[])
