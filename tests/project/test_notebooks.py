@@ -19,8 +19,8 @@ search_briefly()
 """
 
 
-def test_there_are_five_notebooks() -> None:
-    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05"]
+def test_there_are_six_notebooks() -> None:
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
