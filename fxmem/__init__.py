@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         SavedTensorModifiedError,
         VerificationError,
     )
-    from fxmem.ir import Phase, Plan, Timeline, TimelineStep, Verification
+    from fxmem.ir import Launches, Phase, Plan, Timeline, TimelineStep, Verification
     from fxmem.profiling.caching_allocator import AllocatorPeaks
     from fxmem.profiling.training_step import Loop, TrainingStep
     from fxmem.report.peak import Breakdown, Place
@@ -55,7 +55,7 @@ _NAMES = {
     "fxmem.compiled.report": "CompiledEstimate CompiledReport",
     "fxmem.errors": "BudgetError CaptureError FxMemError InfeasibleBudgetError InputError NotPlannedError "
     "PlanMismatchError ProfileError SavedTensorModifiedError VerificationError",
-    "fxmem.ir": "Phase Plan Timeline TimelineStep Verification",
+    "fxmem.ir": "Launches Phase Plan Timeline TimelineStep Verification",
     "fxmem.profiling.caching_allocator": "AllocatorPeaks",
     "fxmem.profiling.training_step": "Loop TrainingStep",
     "fxmem.report.peak": "Breakdown Place",
@@ -101,6 +101,7 @@ __all__ = [
     "HeldGraphs",
     "InfeasibleBudgetError",
     "InputError",
+    "Launches",
     "Loop",
     "Measurement",
     "MemoryWatch",

@@ -193,6 +193,21 @@ class StaticBytes(PlainData):
 
 
 @dataclass(frozen=True, slots=True)
+class Launches(PlainData):
+    """What bounds a step on a device that works behind the host: times of the eager step, in seconds."""
+
+    host_seconds: float
+    """What the host needs to launch it."""
+    device_seconds: float
+    """What the device needs to compute it."""
+
+    @property
+    def bound_by_host(self) -> bool:
+        """True if the device waits for the host, not the host for the device."""
+        return self.host_seconds > self.device_seconds
+
+
+@dataclass(frozen=True, slots=True)
 class GraphProfile:
     """All that planning needs to know of one training step of one graph at one signature."""
 
@@ -203,6 +218,8 @@ class GraphProfile:
     static: StaticBytes
     backward_seconds: float = 0.0
     """Time of the eager backward (twice the forward if nothing better is known)."""
+    launches: Launches | None = None
+    """What bounds the step; None where host and device are one, or the times are not priced by it."""
 
     @property
     def forward_seconds(self) -> float:

@@ -44,9 +44,10 @@ from fxmem.planners.bound import lower_bound
 from fxmem.planners.plan_check import check_plan
 from fxmem.planners.plan_transfer import Planned, carried_over, of_same_graph
 from fxmem.planners.simulate import simulate
-from fxmem.profiling.op_benchmark import with_measured_times
+from fxmem.profiling.op_benchmark import device_measured, with_measured_times
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
+from fxmem.profiling.roofline import measured_launch_seconds, priced_by_bound
 from fxmem.profiling.verify import eager_step, emitted_step, verify
 from fxmem.progress import stage
 from fxmem.report.modules import module_rows
@@ -209,10 +210,16 @@ def short_of_memory(captured: CaptureGraph, graph: CaptureGraph, context: Compil
 
 
 def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
-    """Return ``profiled`` with op times measured on the model's device, if that is asked for."""
-    settings = context.settings
+    """Return ``profiled`` with op times measured on the model's device, if that is asked for, and priced by what bounds the
+    step, device or host."""
+    settings, launch_seconds = context.settings, context.hardware.launch_seconds
     stage("measuring op times" if settings.measure else "planning")
-    return with_measured_times(profiled, cache=settings.cache) if settings.measure else profiled
+    if settings.measure:
+        profiled = with_measured_times(profiled, cache=settings.cache)
+        device = device_measured(profiled)
+        if device is not None and device.type == "cuda":
+            launch_seconds = measured_launch_seconds(device)
+    return replace(profiled, profile=priced_by_bound(profiled.profile, launch_seconds))
 
 
 def _bound_seconds(profile: GraphProfile, point: FrontierPoint, settings: Settings) -> float:

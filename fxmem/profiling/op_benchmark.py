@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fxmem import disk_cache as disk
-from fxmem.ir import GraphProfile, NodeProfile, Recipe
+from fxmem.ir import GraphProfile, Launches, NodeProfile, Recipe
 from fxmem.op_facts.kinds import TimeDependsOnValues
 from fxmem.op_facts.lookup import by_op
 from fxmem.profiling.profile import NodeTimer, Profiled
@@ -74,15 +74,16 @@ def may_measure() -> bool:
 
 def with_measured_times(profiled: Profiled, *, cache: bool = True) -> Profiled:
     """Return ``profiled`` with the times of its own device; unchanged where that device cannot be measured on."""
-    device = _device_of(profiled)
+    device = device_measured(profiled)
     if device is None:
         return profiled
     measured = _measure_all(profiled, device, cache=cache)
     return _with_seconds(profiled, measured) if measured else profiled
 
 
-def _device_of(profiled: Profiled) -> torch.device | None:
-    """Return the one device that does the work; beside one that is not the CPU, a few tensors on the CPU do not count."""
+def device_measured(profiled: Profiled) -> torch.device | None:
+    """Return the one device that does the work, None where it cannot be measured on; beside one that is not the CPU, a few
+    tensors on the CPU do not count."""
     beside_cpu = [device for device in profiled.devices if device.type != "cpu"]
     devices = beside_cpu or profiled.devices
     return devices[0] if len(devices) == 1 and devices[0].type in EVICTING_BYTES else None
@@ -96,6 +97,11 @@ def with_times_like(
     ``counterparts``: the node of ``other`` by node; others have the times they have.
     """
 
+    if other.launches is not None and other.launches.bound_by_host:  # a launch takes as long for any size
+
+        def timer(_flops: int, _moved_bytes: int) -> float:
+            return 1.0
+
     def seconds(node: NodeProfile) -> float:
         like = other.nodes[counterparts[node.index]]
         usual = timer(like.flops, like.moved_bytes)
@@ -105,7 +111,7 @@ def with_times_like(
     usual = 2 * sum(timer(node.flops, node.moved_bytes) for node in other.nodes)
     backward_seconds = graph.backward_seconds * (other.backward_seconds / usual if usual else 1.0)
     forward = [seconds(node) if node.index in counterparts else node.seconds for node in graph.nodes]
-    return _timed(profiled, forward, backward_seconds, _tape_seconds(other))
+    return _timed(profiled, forward, backward_seconds, _tape_seconds(other), other.launches)
 
 
 def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
@@ -123,7 +129,11 @@ def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
 
 
 def _timed(
-    profiled: Profiled, forward: list[float], backward_seconds: float, tape_seconds: Mapping[bool, float]
+    profiled: Profiled,
+    forward: list[float],
+    backward_seconds: float,
+    tape_seconds: Mapping[bool, float],
+    launches: Launches | None = None,
 ) -> Profiled:
     """``tape_seconds``: of a recipe, by whether what it makes is saved; 0 where it does not say."""
     graph = profiled.profile
@@ -134,7 +144,9 @@ def _timed(
         )
         for r in graph.recipes
     )
-    timed = dataclasses.replace(graph, nodes=nodes, recipes=recipes, backward_seconds=backward_seconds)
+    timed = dataclasses.replace(
+        graph, nodes=nodes, recipes=recipes, backward_seconds=backward_seconds, launches=launches
+    )
     return dataclasses.replace(profiled, profile=timed)
 
 

@@ -14,7 +14,17 @@ from typing import Any, Protocol
 from tabulate import tabulate
 
 from fxmem.errors import NotPlannedError, in_units, unit_of
-from fxmem.ir import FrontierPoint, GraphProfile, InplaceDecision, PlainData, Plan, StaticBytes, Timeline, Verification
+from fxmem.ir import (
+    FrontierPoint,
+    GraphProfile,
+    InplaceDecision,
+    Launches,
+    PlainData,
+    Plan,
+    StaticBytes,
+    Timeline,
+    Verification,
+)
 from fxmem.planners.offload.link import sent_bytes
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.caching_allocator import AllocatorPeaks
@@ -90,6 +100,8 @@ class Report(PlainData):
     """What was decided of each op that has an in-place form."""
     cuda: AllocatorPeaks | None
     """On CUDA: what the caching allocator makes of the emitted module's step (:mod:`fxmem.profiling.caching_allocator`)."""
+    launches: Launches | None
+    """On CUDA, where times were needed: what host and device take for the eager step, of which the longer bounds it."""
     modules: tuple[ModuleRow, ...] = field(repr=False)
     """What each module holds, in the model's order; :meth:`module_table` writes it."""
     timeline: Timeline = field(repr=False)
@@ -259,6 +271,7 @@ def build_report(
         notes=(*notes, *_inplace_note(inplace), *_offload_note(profile, point.plan)),
         inplace=inplace,
         cuda=cuda,
+        launches=profile.launches,
         modules=modules,
         timeline=simulate(profile, point.plan, with_steps=True),
         eager_timeline=simulate(profile, keep_all(profile), with_steps=True),
@@ -326,6 +339,14 @@ def _summary(report: Report) -> list[tuple[str, str]]:
     return [(name, "none" if nbytes is None else f"{nbytes / scale:.4f}") for name, nbytes in figures(report)]
 
 
+def _bound(launches: Launches | None) -> str:
+    if launches is None:
+        return ""
+    host, device = (f"{seconds * 1e3:.1f} ms" for seconds in (launches.host_seconds, launches.device_seconds))
+    by = "host" if launches.bound_by_host else "device"
+    return f"; the {by} bounds the step: {host} of launches, {device} of computing"
+
+
 def _render(report: Report) -> str:
     largest = sorted(report.rows, key=lambda row: -row.nbytes)[:8]
     table = tabulate(
@@ -342,7 +363,7 @@ def _render(report: Report) -> str:
         table,
         f"peak at {report.peak_at}",
         f"recompute {report.overhead_seconds * 1e3:.3f} ms a step, {report.overhead_ratio:.1%} of the eager step "
-        f"(estimate); planner {report.planner}, {report.plan_seconds:.1f} s",
+        f"(estimate{_bound(report.launches)}); planner {report.planner}, {report.plan_seconds:.1f} s",
         f"the best of all plans could save at most {report.gap_ratio:.2%} of the eager step beyond this one",
         "",
         detail,
