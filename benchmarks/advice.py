@@ -127,10 +127,11 @@ class Stepper:
         gc.enable()
         return before - tracker.live_bytes
 
-    def seconds(self) -> float:
-        """Return the CPU time of a step."""
+    def seconds(self, num_parts: int = 1) -> float:
+        """Return the CPU time of a step over ``num_parts`` micro-batches."""
         start = time.process_time()
-        self.step()
+        for part in range(num_parts):
+            self.step(with_optimizer=part == num_parts - 1)
         return time.process_time() - start
 
 
@@ -184,7 +185,9 @@ def rows_of(name: str, times: bool) -> Iterator[Row]:
 def _time_ratio(stepper: Stepper, subject: Subject) -> float:
     plain = Stepper(subject.with_model())
     plain.step()
-    pairs = [(stepper.seconds(), plain.seconds()) for _ in range(NUM_PAIRS)]
+    in_parts = stepper.subject.step.accumulate and not subject.step.accumulate
+    num_parts = subject.batch // stepper.subject.batch if in_parts else 1
+    pairs = [(stepper.seconds(num_parts), plain.seconds()) for _ in range(NUM_PAIRS)]
     return statistics.median(changed / original for changed, original in pairs)
 
 

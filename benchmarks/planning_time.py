@@ -26,7 +26,7 @@ from typing import Any
 from tabulate import tabulate
 
 STAGES = {
-    "capture": (("fxmem.pipeline", "capture"),),
+    "capture": (("fxmem.api.size_families", "capture"),),
     "validate": (("fxmem.capture.export", "check_faithful"),),
     "profile": (("fxmem.passes.context", "profile"),),
     "eager step": (("fxmem.pipeline", "eager_step"),),
