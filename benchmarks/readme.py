@@ -56,7 +56,9 @@ def architectures() -> str:
     return (
         f"Of {ran} architectures of {names} that train when made small by their configuration, {counts['passed']} have "
         "eager's loss, gradients, buffers and random state to the bit and the predicted peak to the byte under two plans "
-        f"each, {counts['refused']} are rejected with a named cause, **{counts['wrong']} "
+        f"each, {counts['in parts']} that no graph holds whole are planned in parts, with eager's bits and within a budget "
+        f"of 90 % of eager's peak or the least that they reach, {counts['refused']} are rejected with a named cause, "
+        f"**{counts['wrong']} "
         f"differ{'s' if counts['wrong'] == 1 else ''}**{f' ({wrong})' if wrong else ''} "
         f"(`python -m tests.architecture_table`, {results['date']})."
     )

@@ -23,26 +23,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import fxmem
 from benchmarks.libraries import import_library, import_torchvision
+from fxmem.capture.graph import Inputs
 from fxmem.ir import GraphProfile, Plan
 from fxmem.planners.registry import PLANNERS
-from tests.exactness import check, passing
+from tests.exactness import Step, check, differences, passing, run
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "architecture_table.json"
 MOST_PARAMETERS = 60_000_000
 MOST_SECONDS = 240.0
 """For one architecture."""
 SEED = 0
+SHARE_IN_PARTS = "90%"
+"""Of eager's peak, the budget of a model that is planned in parts."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``verdict``: passed, refused, wrong, gave up (out of time), or untrainable (eager itself cannot, made so small)."""
+    """``verdict``: passed, in parts (not captured whole, but `fxmem.optimize` plans its parts), refused, wrong, gave up
+    (out of time), or untrainable (eager itself cannot, made so small). ``why``: what refused, also of a model in parts."""
 
     name: str
     verdict: str
@@ -271,10 +276,52 @@ def outcome(name: str, make: Callable[[], Trainable]) -> Outcome:
     try:
         found = check(it.build, *it.args, kwargs=it.kwargs, loss=it.loss, plans=PLANS)
     except fxmem.FxMemError as error:
-        return said("refused", error)
+        return _outcome_in_parts(said, it, error)
     except Exception as error:
         return said("wrong", error)
     return Outcome(name, "passed", "", len(found.profiled.profile.recipes), found.eager.peak_bytes)
+
+
+def _outcome_in_parts(said: Callable[[str, Any], Outcome], it: Trainable, refused: fxmem.FxMemError) -> Outcome:
+    """Train, as a user would, a model that is not captured whole."""
+    try:
+        trained_in_parts(it)
+    except fxmem.FxMemError:
+        return said("refused", refused)
+    except Exception as error:
+        return said("wrong", error)
+    return said("in parts", refused)
+
+
+def trained_in_parts(it: Trainable) -> None:
+    """Assert that a step of `fxmem.optimize` at :data:`SHARE_IN_PARTS`, or its least budget above that, is eager's step,
+    within the budget. Errors: as :func:`fxmem.optimize` tells."""
+    inputs = Inputs.of(it.args, it.kwargs)
+
+    def step_of(forward: nn.Module, model: nn.Module) -> Step:
+        np.random.seed(SEED)  # which some forwards draw from
+        return run(forward, model, inputs, it.loss)
+
+    torch.manual_seed(SEED)
+    reference = it.build()
+    eager = step_of(reference, reference)
+    try:
+        model = _optimized(it, SHARE_IN_PARTS)
+    except fxmem.InfeasibleBudgetError as error:
+        model = _optimized(it, error.least_bytes)
+    step = step_of(model, model.fxmem.original)
+    found = differences(eager, step)
+    assert not found, "\n".join(found)
+    most_bytes = model.fxmem.report.budget_bytes
+    assert step.peak_bytes <= most_bytes, f"{step.peak_bytes} bytes measured, the budget is {most_bytes}"
+
+
+def _optimized(it: Trainable, budget: float | str) -> Any:
+    torch.manual_seed(SEED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is planned in parts
+        options: dict[str, Any] = {"optimizer": None, "loss_fn": it.loss, "plan_seconds": 2.0}
+        return fxmem.optimize(it.build(), it.args or None, it.kwargs, budget=budget, **options)
 
 
 def _said(name: str, verdict: str, error: Any) -> Outcome:

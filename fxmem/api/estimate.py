@@ -44,7 +44,11 @@ from fxmem.torch_patches import without_dynamo
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Estimate(PlainData):
-    """Memory of one training step of a model as it is; what fxmem can bring it to is planned for when it is asked for."""
+    """Memory of one training step of a model as it is; what fxmem can bring it to is planned for when it is asked for.
+
+    It holds the model and the batch, which later questions are about: let go of it, too, to free their memory. What
+    :meth:`to_dict` returns holds neither.
+    """
 
     peak_bytes: int
     """Largest sum of live bytes in the step."""
