@@ -142,6 +142,22 @@ def test_a_model_trains_on_cuda_inside_its_budget(present_bytes: int) -> None:
 
 
 @pytest.mark.cuda
+def test_steps_on_cuda_run_as_programs_inside_the_plan(present_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout is drawn again in the device's own thread, also in the step that is written down in the caller's."""
+    monkeypatch.setenv("FXMEM_RUNTIME", "graph")
+    model, x = dropped_out(512, 8), torch.randn(16384, 512, device="cuda")
+    optimized = fxmem.optimize(model, x, policy=[("dropout", "recompute")], optimizer=None, plan_seconds=1)
+    for _ in range(4):
+        for p in model.parameters():
+            p.grad = None
+        with fxmem.track(model, x) as memory:
+            run_step(lambda: optimized(x))
+        assert memory.peak_bytes - present_bytes < optimized.report.predicted_peak_bytes + MIB
+    joint = optimized.fxmem.plans.latest.joint
+    assert joint.program is not None, joint.refusal
+
+
+@pytest.mark.cuda
 @pytest.mark.skipif(on_emulated_device, reason="the emulated device computes nothing: all bits are zero")
 def test_a_model_recomputed_on_cuda_has_eager_bits() -> None:
     model, x = dropped_out(512, 8), torch.randn(4096, 512, device="cuda")

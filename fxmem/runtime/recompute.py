@@ -331,6 +331,17 @@ def set_random_states(states: RandomStates) -> None:
 
 
 @contextmanager
+def random_states_kept(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Put the default generators of ``devices`` back after the body, in which other threads may replay states: those in
+    which a backward on a device runs."""
+    states = stash_random_states(devices)
+    try:
+        yield
+    finally:
+        set_random_states(states)
+
+
+@contextmanager
 def generators_kept() -> Iterator[None]:
     """Put the default generators back: reading a dataloader draws from them."""
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_initialized() else [])]

@@ -45,8 +45,8 @@ from fxmem.runtime.layout import View
 from fxmem.runtime.programs.program import Program, program_of
 from fxmem.runtime.programs.program_call import ProgramCall, gated
 from fxmem.runtime.programs.recording import Recording
-from fxmem.runtime.programs.written_step import Seen, bits_by, written_down
-from fxmem.runtime.recompute import replayed, stash_random_states
+from fxmem.runtime.programs.written_step import Seen, bits_by, shares_casts, written_down
+from fxmem.runtime.recompute import random_states_kept
 from fxmem.runtime.step_in_backward import num_processes
 from fxmem.torch_private import current_backward, has_saved_tensor_hooks, storage_key
 
@@ -184,6 +184,8 @@ class JointSteps:
         once = self._once(outputs)
         self._num_watched -= 1
         self.refusal = _refusal_of(once, arguments)
+        if self.is_cast and shares_casts(once):  # written down, it would cast again, which takes memory
+            self.refusal = self.refusal or "it casts a parameter twice"
         self.seen.clear()
         if self._regions is not None:
             self._in_region = self._regions.present(), lambda: bool(self.seen)
@@ -213,13 +215,13 @@ class JointSteps:
         """Return what was written down of a step like that which was seen; None if none can be, and note why."""
         seen = next(iter(self.seen.values()))
         self.seen.clear()
-        states = replayed(stash_random_states(tuple(dict.fromkeys((torch.device("cpu"), *self.devices)))))
+        devices = tuple(dict.fromkeys((torch.device("cpu"), *self.devices)))
         try:
-            with states:
+            with random_states_kept(devices):
                 recording, bits, self.refusal = written_down(self, leaves, arguments, seen, is_tried=self._is_tried)
             if self._is_tried and not self.refusal:
                 program = self._programs[True] = program_of(recording, at_once=True)
-                with states:
+                with random_states_kept(devices):
                     if bits != bits_by(program, arguments, seen, self.written):
                         self.refusal = "a program of it has other bits"
         except Exception as error:  # NOTE [Writing down] in written_step.py

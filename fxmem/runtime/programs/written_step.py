@@ -30,6 +30,8 @@ from fxmem.runtime.programs.recording import Recorder, Recording, Ref, recording
 from fxmem.torch_private import graph_nodes, without_autocast, without_modes
 
 CASTS = with_role(RecordedRole, "cast")
+CAST_NODES = {f"{op.__name__.partition('.')[0].title().replace('_', '')}Backward0" for op in CASTS}
+"""What autograd calls them."""
 NUM_AT_A_TIME = 1 << 14
 """Elements whose bits are looked at in one go."""
 
@@ -183,6 +185,19 @@ def _casts_twice(recording: Recording) -> bool:
     """True if a forward casts an argument that requires grad more than once."""
     cast = Counter(v for i in recording.forward if i.target in CASTS for v in i.reads)
     return any(cast[v] > 1 for v, uses in zip(recording.arguments, recording.num_uses, strict=True) if uses)
+
+
+def shares_casts(outputs: Sequence[Any]) -> bool:
+    """True if the graph of ``outputs``, made under autocast, reads one cast of a leaf several times."""
+    edges: Counter[Any] = Counter()
+    tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
+    for node in graph_nodes(tensors):
+        edges.update(following for following, _ in node.next_functions)
+    return any(uses > 1 and node is not None and _casts_a_leaf(node) for node, uses in edges.items())
+
+
+def _casts_a_leaf(node: Any) -> bool:
+    return node.name() in CAST_NODES and all(hasattr(following, "variable") for following, _ in node.next_functions)
 
 
 def _counts(views: Sequence[View], reads: Sequence[int]) -> bool:
