@@ -41,6 +41,9 @@ SHARES = (0.5, 0.1)
 """Budgets, as shares of the way from the floor to eager's peak."""
 PATH = RESULTS / "host_time.json"
 
+ALLOWED = (1.15, 1.35)
+"""By share: what a step may take at most, times eager's, if the host is not to be what slows it down."""
+
 Step = Callable[[], float]
 """Runs one step; returns its CPU seconds."""
 
@@ -80,6 +83,29 @@ def main() -> int:
         by_model = {row["model"]: row for row in (*known, *map(asdict, rows))}
         PATH.write_text(json.dumps({"machine": machine(), "rows": list(by_model.values())}, indent=1) + "\n")
     return 0
+
+
+def told() -> str:
+    """Return the committed results in words and as a table."""
+    results = json.loads(PATH.read_text(encoding="utf-8"))
+    rows = sorted((Row(**row) for row in results["rows"]), key=lambda row: MODELS.index(row.model))
+    ratios = [ratio for row in rows for ratio in zip((row.half, row.tenth), ALLOWED, strict=True)]
+    met = sum(ratio <= allowed for ratio, allowed in ratios)
+    heads = ["model", "eager, ms", "programs: 50 %", "programs: 10 %", "tape: 50 %", "tape: 10 %"]
+    heads += ["checkpoint per block", "torch.compile, aot_eager"]
+    cells = [
+        [row.model, f"{row.eager_ms:.1f}", *(_cell(ratio) for ratio in list(asdict(row).values())[2:])] for row in rows
+    ]
+    machine = results["machine"]
+    table = tabulate(cells, heads, tablefmt="github", disable_numparse=True)
+    return (
+        f"{machine['gpu']}, torch {machine['torch']}, {machine['date']}. Of {len(ratios)} figures of programs {met} are "
+        f"within the aim, {ALLOWED[0]} times eager at 50 % and {ALLOWED[1]} at 10 %.\n\n{table}"
+    )
+
+
+def _cell(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def _measured(name: str, options: argparse.Namespace) -> Row:

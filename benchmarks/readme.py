@@ -15,6 +15,7 @@ from benchmarks.compare import EAGER_PEERS, Verdict, verdicts_of
 from benchmarks.compiled import told as compiled_steps
 from benchmarks.cuda_memory import told as cuda_budgets
 from benchmarks.frontier import PEERS
+from benchmarks.host_time import told as host_times
 from benchmarks.measure import Row
 from benchmarks.models import MODELS
 from benchmarks.published import PATH as PUBLISHED
@@ -354,8 +355,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "compiled": compiled_steps,
     "cuda_budgets": cuda_budgets,
     "published_memory": told,
+    "host_time": host_times,
 }
-FILLED = ("README.md", "docs/compiled.md", "docs/results.md")
+FILLED = ("README.md", "docs/compiled.md", "docs/host_time.md", "docs/results.md")
 """Texts with sections between markers."""
 PAGES = {"comparison.md": comparison_page, "published.md": published_page, "frameworks.md": frameworks.page}
 

@@ -17,12 +17,12 @@ from torch import fx
 from fxmem.capture.graph import CaptureGraph, Inputs, attribute_of
 from fxmem.capture.written_state import written_by
 from fxmem.errors import InputError
-from fxmem.runtime import compressed_ops, frozen_batch_norm, inplace_ops
+from fxmem.runtime import compressed_ops, frozen_batch_norm, inplace_ops, lean_backwards
 from fxmem.runtime.programs.joint import JointSteps
 from fxmem.runtime.scoped_ops import op_of, op_text, region_of
 from fxmem.torch_private import OpOverload, tree_leaves
 
-OWN = frozenset(module.__name__ for module in (compressed_ops, frozen_batch_norm, inplace_ops))
+OWN = frozenset(module.__name__ for module in (compressed_ops, frozen_batch_norm, inplace_ops, lean_backwards))
 RUNTIMES = ("tape", "graph")
 
 

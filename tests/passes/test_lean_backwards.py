@@ -15,7 +15,7 @@ from fxmem.passes.compressed_forms import Request
 from fxmem.passes.lean_backwards import before_pools, convolutions, relus, with_bits, with_pools
 from fxmem.planners.simulate import drop_all
 from fxmem.profiling.profile import Profiled
-from tests.exactness import check, passing, same_bits, tightest
+from tests.exactness import NUM_PROGRAMS, check, passing, same_bits, tightest
 
 PLANS = (drop_all, passing)
 
@@ -274,3 +274,24 @@ def test_infinite_gradients_stop_where_the_result_is_zero() -> None:
         return (y * grad).sum()
 
     check(lambda: Between(F.relu, (9,)), x, loss=loss, plans=PLANS, also=all_lean)
+
+
+class Pooled(nn.Module):
+    """One of each form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.conv = nn.Parameter(torch.randn(2, 4, 8, 8)), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(self.conv((x * self.scale).relu().mul(2.0)).relu(), 2).sin()
+
+
+def test_steps_with_all_forms_run_as_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXMEM_RUNTIME", "graph")
+    before, x = NUM_PROGRAMS[0], torch.randn(2, 4, 8, 8)
+    checked = check(Pooled, x, plans=(drop_all,), also=all_lean)
+    assert {form: num_of(checked, form) for form in ("split", "relu_of_bits", "relu_max_pool")} == dict.fromkeys(
+        ("split", "relu_of_bits", "relu_max_pool"), 1
+    )
+    assert NUM_PROGRAMS[0] - before == len(checked.peaks) > 1

@@ -354,6 +354,13 @@ def test_a_model_that_reads_what_it_writes_stays_on_the_tape() -> None:
     assert _steps(optimized).refusal == "it reads a buffer that it writes"
 
 
+def test_a_model_on_several_devices_stays_on_the_tape() -> None:
+    steps = _steps(_pair(Smooth, "softplus")[1])
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert not JointSteps(steps.graph_module, lambda graph, leaves: [], [], devices[:1]).refusal
+    assert "several devices" in JointSteps(steps.graph_module, lambda graph, leaves: [], [], devices).refusal
+
+
 def test_nothing_leaks_in_a_thousand_steps() -> None:
     _, optimized, x = _warm(Smooth)
     counts = []

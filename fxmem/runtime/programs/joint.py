@@ -12,7 +12,7 @@ NOTE [What stays on the tape]
    processes, which wait for each gradient; with inputs that lie otherwise in their storage.
 2. Graphs whose calls the recorder cannot follow, that write to parameters or inputs, that return an input, or two outputs
    on one storage; that read a buffer which they write, whose old value rule 3 would need; that draw from a generator of
-   their own, or copy to host memory.
+   their own, or copy to host memory; that work on several devices, whose backwards run in threads of their own.
 3. A backward that a program is not for (``create_graph``, gradients of other outputs than were recorded, or laid out
    otherwise, switches of kernels that were changed since) runs the forward again on the tape, from the random states that
    it began with and on copies of the buffers that it writes, and goes backward through that. It takes longer, and no
@@ -99,6 +99,8 @@ class JointSteps:
         self.written = {name: b for name, b in graph_module.named_buffers() if id(b) in ids}
         if len({id(b) for b in self.written.values()}) < len(ids):
             self.refusal = self.refusal or "it writes to what is no buffer"
+        if sum(device.type != "cpu" for device in self.devices) > 1:
+            self.refusal = self.refusal or "it works on several devices, whose backwards run in threads of their own"
         if any(b.requires_grad for b in graph_module.buffers()):
             self.refusal = self.refusal or "a buffer requires grad"
         self.looked_at = some_of(self.parameters)
