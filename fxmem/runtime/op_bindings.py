@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxmem.runtime.layout import View
 from fxmem.torch_patches import grouped_matmuls
 from fxmem.torch_private import (
     FakeTensor,
@@ -52,18 +53,25 @@ def callable_of(node: fx.Node) -> Target:
     return _found[key]
 
 
-def bound(op: Target, args: Any, kwargs: Any, like: Callable[[Any], torch.Tensor | None]) -> Target:
-    """As :func:`callable_of`, of a call whose tensors are those that ``like`` makes of leaves of its arguments."""
+def bound(op: Target, args: Any, kwargs: Any, lies: Callable[[Any], tuple[View, torch.device] | None]) -> Target:
+    """As :func:`callable_of`, of a call of whose arguments ``lies`` tells how the tensors lie, and where."""
     if not isinstance(op, OpOverload):
         return op
     leaves, spec = tree_flatten((args, kwargs))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        values = [leaf if (tensor := like(leaf)) is None else tensor for leaf in leaves]
-    kinds = tuple([(v.dtype, v.dim() == 0) if isinstance(v, FakeTensor) else type(v) for v in values])
+    places = [lies(leaf) for leaf in leaves]
+    kinds = tuple(
+        [type(leaf) if at is None else (at[0].dtype, not at[0].size) for leaf, at in zip(leaves, places, strict=True)]
+    )
     key = (op, (str(spec), kinds))
     if key not in _found:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            values = [leaf if at is None else _empty(*at) for leaf, at in zip(leaves, places, strict=True)]
         _found[key] = _binding(op, values, spec) if any(isinstance(v, FakeTensor) for v in values) else op
     return _found[key]
+
+
+def _empty(view: View, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
 
 
 def _binding(op: OpOverload, values: list[Any], spec: TreeSpec) -> Target:

@@ -228,7 +228,7 @@ class _Writer:
     def _function(self, instruction: Instruction) -> str:
         assert instruction.target is not None
         views, devices = self.recording.views, self.recording.devices
-        function = bound(instruction.target, instruction.args, instruction.kwargs, _like(views, devices))
+        function = bound(instruction.target, instruction.args, instruction.kwargs, _lies(views, devices))
         if id(function) not in self._bound:
             name = f"{instruction.target.__name__.replace('.', '_')}_{len(self.scope)}"
             self._bound[id(function)], self.scope[name] = name, function
@@ -306,14 +306,8 @@ def _fills(view: View) -> bool:
     return True
 
 
-def _like(views: list[View], devices: list[torch.device]) -> Callable[[Any], torch.Tensor | None]:
-    def like(leaf: Any) -> torch.Tensor | None:
-        if not isinstance(leaf, Ref):
-            return None
-        view = views[leaf.value]
-        return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=devices[leaf.value])
-
-    return like
+def _lies(views: list[View], devices: list[torch.device]) -> Callable[[Any], tuple[View, torch.device] | None]:
+    return lambda leaf: (views[leaf.value], devices[leaf.value]) if isinstance(leaf, Ref) else None
 
 
 def _alive(

@@ -31,6 +31,7 @@ from fxmem.runtime.recompute import RandomStates, replayed
 from fxmem.torch_private import (
     OpOverload,
     TorchDispatchMode,
+    leaves_of,
     schema_of,
     storage_key,
     topmost_mode,
@@ -70,11 +71,12 @@ class Instruction:
     """The stash whose random states it runs from, and a number of that run."""
     devices: tuple[torch.device, ...] = ()
     """Of a stash."""
+    reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The values among its arguments."""
 
-    @property
-    def reads(self) -> list[int]:
-        """The values among its arguments."""
-        return [leaf.value for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
+    def __post_init__(self) -> None:
+        values = tuple(leaf.value for leaf in leaves_of((self.args, self.kwargs)) if isinstance(leaf, Ref))
+        object.__setattr__(self, "reads", values)
 
 
 def written_by(instruction: Instruction) -> list[int]:
