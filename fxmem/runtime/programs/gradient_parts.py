@@ -12,6 +12,7 @@ NOTE [Parts]
    one that waits for the others takes memory that no plan counted. Each part costs the host an autograd node. So a gradient
    waits for the next one as long as the peak stays that of handing over each at once.
 3. Where gradients are there before, all that is handed over goes at once; else the first gradient of an argument stays.
+4. Autograd adds in the memory of one of two gradients, but not if both are views: then the sum is there beside them.
 """
 
 from __future__ import annotations
@@ -61,11 +62,13 @@ def in_parts(recording: Recording, *, at_once: bool) -> Parts:
     places = [place for place in range(-1, len(backward)) if place not in inside]
     ends = [places[bisect_left(places, gradient.place)] for gradient in gradients]
     stays = _staying(gradients) if not at_once else set()
-    live = _live_bytes(recording, backward, gradients, ends, stays)
+    sums = _sum_bytes(recording, backward, gradients)
+    live = _live_bytes(recording, backward, gradients, ends, stays, sums)
     groups: dict[int, list[Gradient]] = {}
     waiting, start, waiting_bytes = list[Gradient](), -1, 0
     for gradient, end in zip(gradients, ends, strict=True):
-        if waiting and max(live[start + 2 : end + 2], default=0) + waiting_bytes > max(live):
+        adding_bytes = live[end + 1] + max((sums[each] for each in waiting), default=0)
+        if waiting and max(adding_bytes, *live[start + 2 : end + 2]) + waiting_bytes > max(live):
             groups.setdefault(start, []).extend(waiting)
             waiting, waiting_bytes = [], 0
         waiting.append(gradient)
@@ -160,9 +163,10 @@ def _live_bytes(
     gradients: Sequence[Gradient],
     ends: Sequence[int],
     stays: set[Gradient],
+    sums: dict[Gradient, int],
 ) -> list[int]:
     """Return the bytes alive before a backward and at each of its instructions, of what was saved for it and what it makes,
-    if each gradient goes at its end, but for what ``stays``."""
+    if each gradient goes at its end, but for what ``stays``. ``sums``: what adding it takes."""
     views = recording.views
     lasting = {views[v].storage for v in (*recording.arguments, *recording.constants)}
     born: dict[int, int] = {}
@@ -184,7 +188,26 @@ def _live_bytes(
         in_place = 0 <= end < len(backward) and backward[end].target in SUMS and born[storage] < end
         changes[born[storage] + 1] += recording.nbytes[storage]
         changes[end + (1 if in_place else 2)] -= recording.nbytes[storage]
+    for gradient, end in zip(gradients, ends, strict=True):
+        changes[end + 1] += sums[gradient]
+        changes[end + 2] -= sums[gradient]
     return list(accumulate(changes))
+
+
+def _sum_bytes(
+    recording: Recording, backward: Iterable[Instruction], gradients: Sequence[Gradient]
+) -> dict[Gradient, int]:
+    """Return by gradient what adding it to its argument's earlier ones takes (NOTE [Parts], rule 4)."""
+    views, owners = recording.views, dict[int, int]()
+    for instruction in backward:
+        for value in made_by(instruction):
+            owners.setdefault(views[value].storage, value)
+    is_first, sums = _staying(gradients), dict[Gradient, int]()
+    for gradient in gradients:
+        storage = views[gradient.value].storage
+        is_view = owners.get(storage, gradient.value) != gradient.value
+        sums[gradient] = recording.nbytes[storage] if is_view and gradient not in is_first else 0
+    return sums
 
 
 def made_by(instruction: Instruction) -> list[int]:
