@@ -68,7 +68,7 @@ def in_parts(recording: Recording, *, at_once: bool) -> Parts:
     waiting, start, waiting_bytes = list[Gradient](), -1, 0
     for gradient, end in zip(gradients, ends, strict=True):
         adding_bytes = live[end + 1] + max((sums[each] for each in waiting), default=0)
-        if waiting and max(adding_bytes, *live[start + 2 : end + 2]) + waiting_bytes > max(live):
+        if waiting and max([adding_bytes, *live[start + 2 : end + 2]]) + waiting_bytes > max(live):
             groups.setdefault(start, []).extend(waiting)
             waiting, waiting_bytes = [], 0
         waiting.append(gradient)

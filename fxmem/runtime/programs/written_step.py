@@ -5,9 +5,9 @@ In: the steps of a graph, a call's arguments, how gradients of its outputs lay i
 
 NOTE [Writing down]
 
-A step that is written down takes no more memory than the tape's, but for copies of buffers that the model writes: its
-gradients are looked at and let go of as they come. It is no part of the training, so where it fails, for whatever reason,
-steps stay on the tape.
+A step that is written down takes no more memory than the tape's, but for copies of buffers that the model writes and for
+sums of gradients, which are not made in place under a mode: its gradients are looked at and let go of as they come. It is
+no part of the training, so where it fails, for whatever reason, steps stay on the tape.
 """
 
 from __future__ import annotations
