@@ -12,16 +12,22 @@ import torch
 from torch import fx
 
 import fxmem
+from benchmarks.compiled import cases, told_of_its_loss
 from benchmarks.measure import allocator_rise_bytes
 from fxmem.api.arguments import settings_of
 from fxmem.compiled import choice
 from fxmem.compiled.graph_planner import GraphPlanner
+from fxmem.compiled.joint import is_tangent
 from fxmem.compiled.surroundings import Surroundings
+from tests.compiled.interpreted import results_of, values_for
 from tests.compiled.random_functions import inputs, random_function
 from tests.compiled.seat import in_the_seat
 from tests.tiers import representatives
 
 OPTIONS: dict[str, Any] = {"cost": "cpu", "plan_seconds": 1.0, "optimizer": None, "cache": False}
+
+MODELS = cases()
+"""One of each family."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,28 +37,62 @@ def _compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def check_budgets(planner: GraphPlanner, budgets: list[int]) -> None:
+    """Each budget is kept, a lower one costs no less time, and gradients are those of keeping all.
+
+    A budget that no plan fits is replaced by the least that was reached. Gradients are those of the partitioned graphs,
+    interpreted: of kernels the benchmark of compiled steps tells.
+    """
+    told = []
+    values = values_for([n for n in planner.kernels.joint.inputs if not is_tangent(n)])
+    expected: list[torch.Tensor] = []
+    for budget in [None, *sorted(budgets, reverse=True)]:
+        try:
+            parts, report = planner.within(budget)
+        except fxmem.InfeasibleBudgetError as error:
+            parts, report = planner.within(error.least_bytes)
+        told.append(report)
+        found = results_of(parts, planner.kernels.joint.num_outputs, values)
+        expected = expected or found
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), report
+    assert all(r.budget_bytes is None or r.predicted_peak_bytes <= r.budget_bytes for r in told)
+    seconds = [report.overhead_seconds for report in told]
+    assert seconds == sorted(seconds)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", representatives(range(20), 0))
+@pytest.mark.parametrize("seed", representatives(range(100), 0))
 def test_no_budget_is_exceeded_and_less_memory_never_costs_less_time(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "NUM_CANDIDATES", 6)
-    draw, told = random.Random(seed), []
+    draw = random.Random(seed)
 
     def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
         planner = GraphPlanner.of(joint, num_outputs, static, Surroundings(), settings_of(OPTIONS))
         most = planner.within(None)[1].predicted_peak_bytes
-        for budget in sorted((int(most * draw.uniform(0.5, 1.1)) for _ in range(6)), reverse=True):
-            try:
-                told.append(planner.within(budget)[1])
-            except fxmem.InfeasibleBudgetError as error:
-                told.append(planner.within(error.least_bytes)[1])
+        check_budgets(planner, [int(most * draw.uniform(0.5, 1.1)) for _ in range(6)])
 
     in_the_seat(look, random_function(seed), *inputs())
-    assert all(report.predicted_peak_bytes <= report.budget_bytes for report in told)
-    seconds = [report.overhead_seconds for report in told if report.budget_bytes is not None]
-    budgets = [report.budget_bytes for report in told]
-    assert [s for _, s in sorted(zip(budgets, seconds, strict=True), reverse=True)] == sorted(seconds)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_ten_random_budgets_of_each_family_are_kept(name: str) -> None:
+    bench, draw = MODELS[name].bench, random.Random(name)
+    torch.manual_seed(0)
+    model, batch = bench.build("cpu"), bench.batch("cpu")
+    told_of_its_loss(model)
+
+    def look(planner: GraphPlanner) -> None:
+        keep_all = planner.within(None)[1]
+        above = keep_all.predicted_peak_bytes - keep_all.fixed_bytes
+        check_budgets(planner, [int(keep_all.fixed_bytes + above * draw.uniform(0.4, 1.05)) for _ in range(10)])
+
+    compiled: Any = fxmem.optimize(
+        model, **{**OPTIONS, "loss_fn": bench.loss, "backend": "inductor", "plan_seconds": 5.0}
+    )
+    compiled.fxmem._only_planned(look, *batch)
 
 
 @pytest.mark.exhaustive
