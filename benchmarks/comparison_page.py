@@ -84,7 +84,7 @@ def _compiled_beside_torch(rows: list[Row]) -> Iterator[str]:
     if not verdicts:
         return
     yield (
-        'The compiled backend (`backend="inductor"`: fused kernels, not eager\'s bits), at the peaks of torch.compile\'s '
+        "The compiled backend (`backend=\"inductor\"`: fused kernels, not eager's bits), at the peaks of torch.compile's "
         "own budgets; extra times of both are over the same compiler's time with nothing recomputed:"
     )
     yield from ("", *HEAD, *map(_line, verdicts), "")

@@ -263,7 +263,7 @@ def _fxmem_inductor(way: Way, model: nn.Module, bench: BenchModel, batch: Batch,
 def least_compiled_bytes(model: nn.Module, batch: Batch, options: dict[str, Any]) -> int:
     """Return the least peak that a compiled step under fxmem's plans reaches."""
     try:
-        fxmem.optimize(model, *batch, budget=1, **options)
+        fxmem.optimize(model, *batch, budget="1KB", **options)
     except fxmem.InfeasibleBudgetError as error:
         return error.least_bytes
     raise AssertionError("a step took no memory")
