@@ -1,4 +1,4 @@
-"""Compiled steps under a budget: ``python -m benchmarks.compiled [--models NAMES] [--seconds N]``.
+"""Compiled steps under a budget: ``python -m benchmarks.compiled [--models NAMES] [--ways NAMES] [--seconds N]``.
 
 In: small models, on one CPU thread. Out: one table, and benchmarks/results/compiled.json, written after every model. Each
 model is trained by torch.compile with nothing recomputed (``activation_memory_budget`` 1), at that of torch's own budgets
@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -185,8 +185,8 @@ def _cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def rows_of(case: Case, seconds: float) -> Iterator[Row]:
-    """Yield the row of each way; times are filled in when the last has run."""
+def rows_of(case: Case, seconds: float, asked: Sequence[str]) -> Iterator[Row]:
+    """Yield the row of each way whose name begins as one of ``asked``; times are filled in when the last has run."""
     bench = case.bench
     torch._dynamo.reset()
     torch.manual_seed(SEED)
@@ -194,7 +194,7 @@ def rows_of(case: Case, seconds: float) -> Iterator[Row]:
     told_of_its_loss(initial)
     batch = bench.batch("cpu")
     racers: list[tuple[Row, Racer]] = []
-    for row, compiled in _ways(case, initial, batch):
+    for row, compiled in _ways(case, initial, batch, asked):
         try:
             racer = Racer(bench, initial, batch, compiled)
         except Exception as error:
@@ -228,22 +228,23 @@ def _race(racers: list[tuple[Row, Racer]], seconds: float) -> None:
 
 
 def _ways(
-    case: Case, initial: nn.Module, batch: models.Batch
+    case: Case, initial: nn.Module, batch: models.Batch, asked: Sequence[str]
 ) -> Iterator[tuple[Row, Callable[[nn.Module], Callable[..., Any]]]]:
+    """Yield what to measure: always torch.compile with nothing recomputed first."""
     bench = case.bench
     yield Row(bench.name, "torch 1"), lambda module: _torch(module, 1.0)
-    lowest = _lowest_torch_budget(initial, batch, _options(bench))
-    yield Row(bench.name, f"torch {lowest:g}"), lambda module: _torch(module, lowest)
+    if any(way.startswith("torch") for way in asked):
+        lowest = _lowest_torch_budget(initial, batch, _options(bench))
+        yield Row(bench.name, f"torch {lowest:g}"), lambda module: _torch(module, lowest)
     budgets = {f"fxmem {mb:g} MB": int(mb * 1e6) for mb in case.rises_mb}
     if case.shares:
         found = fxmem.estimate(initial, *batch, **_options(bench))
         budgets |= {f"fxmem {share:.0%}": int(share * (found.peak_bytes - found.fixed_bytes)) for share in case.shares}
     fixed = StorageTracker().hold(tensors_of((initial, batch)))
-    for way, above in budgets.items():
-        row = Row(bench.name, way, budget_bytes=fixed + above)
-        yield row, lambda module, row=row: _fxmem(row, bench, batch, module)
-    row = Row(bench.name, "fxmem least")
-    yield row, lambda module: _fxmem(row, bench, batch, module)
+    rows = [Row(bench.name, way, budget_bytes=fixed + above) for way, above in budgets.items()]
+    for row in (*rows, Row(bench.name, "fxmem least")):
+        if row.way.startswith(tuple(asked)):
+            yield row, lambda module, row=row: _fxmem(row, bench, batch, module)
 
 
 def _lowest_torch_budget(module: nn.Module, batch: models.Batch, options: dict[str, Any]) -> float:
@@ -354,20 +355,23 @@ def main() -> None:
     known = cases()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(known), help="names, separated by commas")
+    parser.add_argument("--ways", default="torch,fxmem", help="beginnings of names, beside torch 1")
     parser.add_argument("--seconds", type=float, default=20.0, help="of timed steps for each model")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = MOST_WAYS
-    asked = options.models.split(",")
     before = json.loads(PATH.read_text(encoding="utf-8"))["rows"] if PATH.exists() else []
-    done = [Row(**row) for row in before if row["model"] not in asked]
-    for name in asked:
+    done = [Row(**row) for row in before]
+    for name in options.models.split(","):
         found: list[Row] = []
-        for row in rows_of(known[name], options.seconds):
+        for row in rows_of(known[name], options.seconds, options.ways.split(",")):
             found.append(row)
             print(table([row]), flush=True)
-        done += found
+        done = sorted(
+            [row for row in done if (row.model, row.way) not in {(r.model, r.way) for r in found}] + found,
+            key=lambda row: list(known).index(row.model),
+        )
         body = {"machine": machine(), "rows": [asdict(row) for row in done]}
         PATH.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     print(table(done))
