@@ -16,8 +16,10 @@ from benchmarks.compiled import cases, told_of_its_loss
 from benchmarks.measure import allocator_rise_bytes
 from fxmem.api.arguments import settings_of
 from fxmem.compiled import choice
+from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.graph_planner import GraphPlanner
 from fxmem.compiled.joint import is_tangent
+from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.surroundings import Surroundings
 from tests.compiled.interpreted import results_of, values_for
 from tests.compiled.random_functions import inputs, random_function
@@ -37,27 +39,36 @@ def _compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def check_budgets(planner: GraphPlanner, budgets: list[int]) -> None:
-    """Each budget is kept, a lower one costs no less time, and gradients are those of keeping all.
+Planned = tuple[Partitioned, CompiledReport]
 
-    A budget that no plan fits is replaced by the least that was reached. Gradients are those of the partitioned graphs,
-    interpreted: of kernels the benchmark of compiled steps tells.
+
+def plans_within(planner: GraphPlanner, budgets: list[int]) -> list[Planned]:
+    """Return forward, backward and report of each budget, falling, after those of none.
+
+    A budget that no plan fits is replaced by the least that was reached.
     """
-    told = []
-    values = values_for([n for n in planner.kernels.joint.inputs if not is_tangent(n)])
-    expected: list[torch.Tensor] = []
+    found = []
     for budget in [None, *sorted(budgets, reverse=True)]:
         try:
-            parts, report = planner.within(budget)
+            found.append(planner.within(budget))
         except fxmem.InfeasibleBudgetError as error:
-            parts, report = planner.within(error.least_bytes)
-        told.append(report)
-        found = results_of(parts, planner.kernels.joint.num_outputs, values)
-        expected = expected or found
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), report
-    assert all(r.budget_bytes is None or r.predicted_peak_bytes <= r.budget_bytes for r in told)
-    seconds = [report.overhead_seconds for report in told]
+            found.append(planner.within(error.least_bytes))
+    return found
+
+
+def check_plans(planner: GraphPlanner, plans: list[Planned]) -> None:
+    """Each budget is kept, a lower one costs no less time, and gradients are those of keeping all.
+
+    Gradients are those of the partitioned graphs, interpreted: of kernels the benchmark of compiled steps tells.
+    """
+    joint, reports = planner.kernels.joint, [report for _, report in plans]
+    assert all(r.budget_bytes is None or r.predicted_peak_bytes <= r.budget_bytes for r in reports)
+    seconds = [report.overhead_seconds for report in reports]
     assert seconds == sorted(seconds)
+    values = values_for([n for n in joint.inputs if not is_tangent(n)])
+    expected, *found = (results_of(parts, joint.num_outputs, values) for parts, _ in plans)
+    for report, tensors in zip(reports[1:], found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True)), report
 
 
 @pytest.mark.slow
@@ -67,13 +78,15 @@ def test_no_budget_is_exceeded_and_less_memory_never_costs_less_time(
 ) -> None:
     monkeypatch.setattr(choice, "NUM_CANDIDATES", 6)
     draw = random.Random(seed)
+    seen: list[tuple[GraphPlanner, list[Planned]]] = []
 
     def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
         planner = GraphPlanner.of(joint, num_outputs, static, Surroundings(), settings_of(OPTIONS))
         most = planner.within(None)[1].predicted_peak_bytes
-        check_budgets(planner, [int(most * draw.uniform(0.5, 1.1)) for _ in range(6)])
+        seen.append((planner, plans_within(planner, [int(most * draw.uniform(0.5, 1.1)) for _ in range(6)])))
 
     in_the_seat(look, random_function(seed), *inputs())
+    check_plans(*seen[0])
 
 
 @pytest.mark.exhaustive
@@ -83,16 +96,18 @@ def test_ten_random_budgets_of_each_family_are_kept(name: str) -> None:
     torch.manual_seed(0)
     model, batch = bench.build("cpu"), bench.batch("cpu")
     told_of_its_loss(model)
+    seen: list[tuple[GraphPlanner, list[Planned]]] = []
 
     def look(planner: GraphPlanner) -> None:
         keep_all = planner.within(None)[1]
         above = keep_all.predicted_peak_bytes - keep_all.fixed_bytes
-        check_budgets(planner, [int(keep_all.fixed_bytes + above * draw.uniform(0.4, 1.05)) for _ in range(10)])
+        budgets = [int(keep_all.fixed_bytes + above * draw.uniform(0.4, 1.05)) for _ in range(10)]
+        seen.append((planner, plans_within(planner, budgets)))
 
-    compiled: Any = fxmem.optimize(
-        model, **{**OPTIONS, "loss_fn": bench.loss, "backend": "inductor", "plan_seconds": 5.0}
-    )
+    options = {**OPTIONS, "loss_fn": bench.loss, "backend": "inductor", "plan_seconds": 5.0}
+    compiled: Any = fxmem.optimize(model, **options)
     compiled.fxmem._only_planned(look, *batch)
+    check_plans(*seen[0])
 
 
 @pytest.mark.exhaustive
