@@ -25,13 +25,14 @@ from tabulate import tabulate
 from benchmarks import models
 from benchmarks.measure import Row, measure
 from benchmarks.results_file import RESULTS, load_rows, machine, save_rows
+from benchmarks.verdicts import EAGER_PEERS, OURS, OURS_COMPILED, Verdict, megabytes, own_ratio, two_places, verdicts_of
 from benchmarks.ways import LEAST, NOT_INSTALLABLE, SHARES, Way, peers
 
 NO_BUDGET = Way("fxmem, no budget", "fxmem")
+NO_PEERS = ("fxmem", "fxmem inductor", "autocast", "aot")
+"""Kinds of ways at whose peak fxmem is not measured."""
 MOST_SECONDS = 600
 """A measurement that takes longer is given up."""
-EAGER_PEERS = ("checkpoint", "sequential", "selective")
-"""Kinds of ways that recompute in eager PyTorch."""
 QUICK_SECONDS = 150.0
 """The deadline of ``--quick``."""
 
@@ -134,6 +135,8 @@ def missing_rows(name: str, rows: list[Row], options: Options, progress: Progres
             yield from run([peer])
         yield from run([NO_BUDGET])
         yield from run(budgeted_ways(done[NO_BUDGET.name], list(done.values()), quick=options.quick))
+        if options.inductor:
+            yield from run(compiled_ways(list(done.values())))
 
 
 def budgeted_ways(free: Row, rows: list[Row], *, quick: bool) -> list[Way]:
@@ -142,13 +145,22 @@ def budgeted_ways(free: Row, rows: list[Row], *, quick: bool) -> list[Way]:
         return []
     floor, eager = free.floor_bytes, free.eager_peak_bytes
     ways = [
-        Way(f"fxmem at {row.way}", "fxmem", row.peak_bytes)
+        Way(OURS + row.way, "fxmem", row.peak_bytes)
         for row in rows
-        if row.kind not in ("fxmem", "autocast", "aot") and row.peak_bytes is not None and row.peak_bytes < eager
+        if row.kind not in ("fxmem", "fxmem inductor", "autocast", "aot")
+        and row.peak_bytes is not None
+        and row.peak_bytes < eager
     ]
     shares = (0.5,) if quick else SHARES
     ways += [Way(f"fxmem {share:.0%} of span", "fxmem", floor + int(share * (eager - floor))) for share in shares]
     return [*ways, Way("fxmem floor", "fxmem", LEAST)]
+
+
+def compiled_ways(rows: list[Row]) -> list[Way]:
+    """Return fxmem in inductor's seat at the peak of each of torch.compile's own ways with inductor, and at its least."""
+    peaks = {row.way: row.peak_bytes for row in rows if row.kind == "inductor" and row.peak_bytes is not None}
+    ways = [Way(OURS_COMPILED + way, "fxmem inductor", peak) for way, peak in peaks.items()]
+    return [*ways, Way("fxmem, inductor least", "fxmem inductor", LEAST)] if ways else []
 
 
 def in_own_process(name: str, scale: str, ways: list[Way], seconds: float, cache: str) -> Iterator[Row]:
@@ -233,7 +245,7 @@ def report(rows: list[Row], names: Sequence[str]) -> Iterator[str]:
     for name in names:
         of_model = [row for row in rows if row.model == name]
         if of_model:
-            yield f"\n{name}: eager peak {_mb(_first(of_model, lambda r: r.eager_peak_bytes))} MB, step " + (
+            yield f"\n{name}: eager peak {megabytes(_first(of_model, lambda r: r.eager_peak_bytes))} MB, step " + (
                 f"{1e3 * (_first(of_model, lambda r: r.eager_seconds) or 0):.0f} ms"
             )
             missing = [(peer, reason) for peer, reason in NOT_INSTALLABLE.items()]
@@ -243,20 +255,10 @@ def report(rows: list[Row], names: Sequence[str]) -> Iterator[str]:
     verdicts = [v for name in names for v in verdicts_of(rows, name)]
     yield tabulate([v.cells() for v in verdicts], headers=Verdict.HEADERS, disable_numparse=True)
     yield from summary(verdicts, rows, names)
-
-
-def own_ratio(row: Row, of_model: list[Row]) -> float | None:
-    """Return a compiled way's time over that of the same compiler without recomputation: inductor's at budget 1.
-
-    Rows measured before the two took turns have the quotient of both rows' ratios.
-    """
-    if row.own_ratio is not None:
-        return row.own_ratio
-    if row.kind not in ("partitioner", "inductor") or row.time_ratio is None:
-        return None
-    is_free = {"partitioner": lambda r: r.kind == "aot", "inductor": lambda r: r.kind == "inductor" and r.amount == 1.0}
-    free = next((r for r in of_model if is_free[row.kind](r)), None)
-    return None if free is None or free.time_ratio is None else row.time_ratio / free.time_ratio
+    compiled = [v for name in names for v in verdicts_of(rows, name, OURS_COMPILED)]
+    if compiled:
+        yield "\nfxmem in inductor's seat beside torch.compile's own budgets; extra times of both over the compiler's own."
+        yield tabulate([v.cells() for v in compiled], headers=Verdict.HEADERS, disable_numparse=True)
 
 
 def _cells(row: Row, own: float | None) -> tuple[str, ...]:
@@ -264,85 +266,13 @@ def _cells(row: Row, own: float | None) -> tuple[str, ...]:
         return (row.way, row.problem[:60])
     share = (row.peak_bytes or 0) / (row.eager_peak_bytes or 1)
     spread = f"{row.time_ratio_low:.2f}-{row.time_ratio_high:.2f}"
-    exact = "exact" if row.predicted_peak_bytes == row.peak_bytes else _mb(row.predicted_peak_bytes)
+    exact = "exact" if row.predicted_peak_bytes == row.peak_bytes else megabytes(row.predicted_peak_bytes)
     return (
-        row.way, _mb(row.peak_bytes), f"{share:.3f}", exact, _mb(row.allocator_peak_bytes), f"{row.time_ratio:.3f}",
-        spread, _number(row.estimated_ratio), _number(own), _number(row.flops_ratio),
+        row.way, megabytes(row.peak_bytes), f"{share:.3f}", exact, megabytes(row.allocator_peak_bytes),
+        f"{row.time_ratio:.3f}",
+        spread, two_places(row.estimated_ratio), two_places(own), two_places(row.flops_ratio),
         f"{row.prepare_seconds:.1f}", row.gradients or "", row.buffers or "",
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """fxmem at a peer's peak beside that peer."""
-
-    HEADERS = ("model", "peer", "peer MB", "fxmem MB", "peer +%", "fxmem +%", "of it", "fxmem lower by", "note")
-    model: str
-    peer: str
-    eager: bool
-    """Whether the peer runs in eager PyTorch."""
-    peer_bytes: int
-    our_bytes: int | None
-    peer_ratio: float
-    """The peer's time over eager's."""
-    peer_extra: float
-    """Of a compiled peer, over its own time without recomputation."""
-    our_extra: float | None
-    our_spread: float
-    note: str
-
-    @property
-    def ratio(self) -> float | None:
-        """Our extra time over the peer's, where both are above the noise."""
-        if self.our_extra is None or self.peer_extra < 0.01:
-            return None
-        return max(0.0, self.our_extra) / self.peer_extra
-
-    @property
-    def lost(self) -> bool:
-        """True if fxmem cannot reach the peak or is slower by more than the spread of its own pairs."""
-        return self.our_extra is None or self.our_extra > self.peer_extra + self.our_spread
-
-    def cells(self) -> tuple[str, ...]:
-        ours = ("-", "-", "-", "-") if self.our_extra is None or self.our_bytes is None else (
-            _mb(self.our_bytes), f"{100 * self.our_extra:+.1f}", _number(self.ratio),
-            f"{1 - self.our_bytes / self.peer_bytes:.1%}",
-        )  # fmt: skip
-        note = self.note + (" LOST" if self.lost else "")
-        return (
-            self.model, self.peer, _mb(self.peer_bytes), ours[0], f"{100 * self.peer_extra:+.1f}", ours[1], ours[2],
-            ours[3], note,
-        )  # fmt: skip
-
-
-def verdicts_of(rows: list[Row], name: str) -> Iterator[Verdict]:
-    """Yield fxmem beside every peer whose peak is below eager's."""
-    by_way = {row.way: row for row in rows if row.model == name}
-    for peer in by_way.values():
-        ours = by_way.get(f"fxmem at {peer.way}")
-        if ours is None or peer.peak_bytes is None or peer.time_ratio is None:
-            continue
-        peer_ratio = own_ratio(peer, list(by_way.values())) or peer.time_ratio
-        spread = ((ours.time_ratio_high or 0) - (ours.time_ratio_low or 0)) / 2
-        notes = [ours.problem or ""]
-        if (ours.allocator_peak_bytes or 0) > 1.01 * (peer.allocator_peak_bytes or math.inf):
-            notes.append("fxmem's allocator peak is higher: scratch inside kernels")
-        if peer.gradient_error is not None and peer.gradient_error > 1e-3:
-            notes.append("peer's gradients wrong")
-        if peer.buffers not in (None, "equal"):
-            notes.append("peer's BatchNorm wrong")
-        yield Verdict(
-            model=name,
-            peer=peer.way,
-            eager=peer.kind in EAGER_PEERS,
-            peer_bytes=peer.peak_bytes,
-            our_bytes=ours.peak_bytes,
-            peer_ratio=peer.time_ratio,
-            peer_extra=peer_ratio - 1,
-            our_extra=None if ours.time_ratio is None else ours.time_ratio - 1,
-            our_spread=spread,
-            note=", ".join(n for n in notes if n),
-        )
 
 
 def summary(verdicts: list[Verdict], rows: list[Row], names: Sequence[str]) -> Iterator[str]:
@@ -360,7 +290,8 @@ def summary(verdicts: list[Verdict], rows: list[Row], names: Sequence[str]) -> I
         floors = [r.floor_bytes for r in of_model if r.floor_bytes is not None]
         if eager_peers and floors:
             least = min(eager_peers, key=lambda r: r.peak_bytes or 0)
-            yield f"{name}: lowest peak {_mb(min(floors))} MB, the best eager peer's {_mb(least.peak_bytes)} ({least.way})"
+            theirs = f"{megabytes(least.peak_bytes)} ({least.way})"
+            yield f"{name}: lowest peak {megabytes(min(floors))} MB, the best eager peer's {theirs}"
     planned = [r for r in rows if r.kind == "fxmem" and r.peak_bytes is not None]
     exact = sum(row.exact for row in planned)
     yield f"of {len(planned)} rows of fxmem, gradients and buffers bitwise and the peak as predicted to the byte: {exact}"
@@ -368,14 +299,6 @@ def summary(verdicts: list[Verdict], rows: list[Row], names: Sequence[str]) -> I
 
 def _first(rows: list[Row], read: Callable[[Row], float | None]) -> float | None:
     return next((value for row in rows if (value := read(row)) is not None), None)
-
-
-def _mb(nbytes: float | None) -> str:
-    return "" if nbytes is None else f"{nbytes / 1e6:.1f}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":

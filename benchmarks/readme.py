@@ -6,23 +6,21 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import ablation as ablation_of_stages
 from benchmarks import ablation_runtime, frameworks
-from benchmarks.compare import EAGER_PEERS, Verdict, verdicts_of
+from benchmarks.comparison_page import by_kind, compared, comparison_page, percent, verdicts_in
 from benchmarks.compiled import told as compiled_steps
 from benchmarks.cuda_memory import told as cuda_budgets
-from benchmarks.frontier import PEERS
 from benchmarks.host_time import told as host_times
 from benchmarks.measure import Row
-from benchmarks.models import MODELS
 from benchmarks.published import PATH as PUBLISHED
 from benchmarks.published import Result, load_results, table
 from benchmarks.published_memory import told
-from benchmarks.results_file import RESULTS, load_rows
-from benchmarks.ways import NOT_INSTALLABLE
+from benchmarks.results_file import RESULTS
+from benchmarks.verdicts import EAGER_PEERS, Verdict
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,8 +85,8 @@ def ablation() -> str:
 
 def compare() -> str:
     """Return the comparison in three rows: per-block checkpointing beside fxmem, and where fxmem loses."""
-    rows = _compared()
-    of_kind = _by_kind(list(_verdicts(rows)))
+    rows = compared()
+    of_kind = by_kind(list(verdicts_in(rows)))
     per_block, fused = _per_block(of_kind["Eager peers"]), of_kind["torch.compile with inductor"]
     ours = [row for row in rows if row.kind == "fxmem" and row.peak_bytes]
     floors = [_least_peaks(rows, verdict.model) for verdict in per_block]
@@ -117,8 +115,8 @@ def compare() -> str:
 
 def compare_table() -> str:
     """Return a table of per-block checkpointing beside fxmem on every model, and the count over all eager peers."""
-    rows = _compared()
-    of_kind = _by_kind(list(_verdicts(rows)))
+    rows = compared()
+    of_kind = by_kind(list(verdicts_in(rows)))
     verdicts, fused = of_kind["Eager peers"], of_kind["torch.compile with inductor"]
     lines = []
     for verdict in _per_block(verdicts):
@@ -126,7 +124,7 @@ def compare_table() -> str:
         right = "**no**" if "BatchNorm wrong" in verdict.note else "yes"
         lines.append(
             f"| {verdict.model} | {eager_bytes / 1e6:.1f} | {verdict.peer_bytes / 1e6:.1f} | {verdict.peer_extra:+.0%} | "
-            f"{_percent(verdict.our_extra)} | {least / 1e6:.1f} | {floor / 1e6:.1f} | {right} |"
+            f"{percent(verdict.our_extra)} | {least / 1e6:.1f} | {floor / 1e6:.1f} | {right} |"
         )
     ratios = [v.ratio for v in verdicts if v.ratio is not None]
     ours = [row for row in rows if row.kind == "fxmem" and row.peak_bytes]
@@ -161,61 +159,6 @@ def _least_peaks(rows: list[Row], model: str) -> tuple[int, int, int]:
     eager_bytes = next(row.eager_peak_bytes for row in of_model if row.eager_peak_bytes)
     least = min(row.peak_bytes for row in of_model if row.kind in EAGER_PEERS and row.peak_bytes)
     return eager_bytes, least, min(row.floor_bytes for row in of_model if row.floor_bytes)
-
-
-def comparison_page() -> str:
-    """Return docs/comparison.md: every peer beside fxmem at its measured peak."""
-    results = json.loads((RESULTS / "compare_cpu.json").read_text())
-    rows = _compared()
-    verdicts = list(_verdicts(rows))
-    lines = [
-        f"| {v.model} | {v.peer} | {v.peer_bytes / 1e6:.1f} | {v.peer_ratio:.2f} | {v.peer_extra:+.0%} | "
-        f"{_percent(v.our_extra)} | "
-        f"{'' if v.ratio is None else format(v.ratio, '.2f')} | {'lost' if v.lost else ''} | {v.note} |"
-        for v in verdicts
-    ]
-    absent = [f"- {row.model}, {row.way}: {row.problem}" for row in rows if row.problem and row.kind != "fxmem"]
-    machine = results["machine"]
-    return "\n".join(
-        (
-            "# fxmem beside its peers",
-            "",
-            f"From `benchmarks/results/compare_cpu.json` ({machine['cpu']}, torch {machine['torch']}, one thread, "
-            f"{machine['date']}); made by `make bench`, this page by `python -m benchmarks.readme`.",
-            "",
-            "Each peer and eager take turns in one process, fxmem at the peer's measured peak and eager in another; times "
-            "are CPU times over eager's, medians of pairs. A compiled peer's extra time is counted over its own time "
-            "without recomputation, since fusion is its merit and recomputation its cost. *lost*: fxmem is slower by more "
-            "than the spread of its own pairs, or cannot reach the peak. A negative extra time counts as none in the "
-            "shares and sums; a share of a peer's one or two percent says little, as times spread about as wide. Rows were "
-            "measured at several commits, dates and machines, some of them busy; the file names each row's commit and, of "
-            "newer ones, the machine.",
-            "",
-            "| model | peer | peak MB | its step over eager's | its extra time | fxmem's extra time | of it | | remarks |",
-            "|---|---|---|---|---|---|---|---|---|",
-            *lines,
-            "",
-            *_totals(verdicts),
-            "",
-            "Why fxmem loses where it does. The compiler trains another graph: ops taken apart, dropout drawn anew from a "
-            "seed (inductor's masks, hence its gradients, are not eager's), and what lies inside a fused kernel is "
-            "recomputed for nothing. So its first savings are free, and with inductor's C++ kernels on the CPU most are: "
-            "it keeps less than eager even at its budget of 1. fxmem runs eager's own kernels, each of which goes "
-            "over memory once more when it runs again. On a network "
-            "of a thousand small layers the Python around each recomputation "
-            f"({_recipe_ms():.2f} ms on the CPU, `python -m benchmarks.overhead`) costs more than the kernels.",
-            "",
-            "How low each goes:",
-            "",
-            *_floors(),
-            "",
-            "What could not be measured:",
-            "",
-            *absent,
-            *(f"- {name}: {reason}" for name, reason in NOT_INSTALLABLE.items()),
-            "",
-        )
-    )
 
 
 def published() -> str:
@@ -265,83 +208,6 @@ def _published() -> tuple[list[Result], list[Result]]:
     """Return the points with an overhead, and those with a largest batch."""
     results = load_results()
     return [r for r in results if r.their_max_batch is None], [r for r in results if r.their_max_batch is not None]
-
-
-def _floors() -> list[str]:
-    """Return a table of the least measured peaks, and what it says."""
-    rows = json.loads((RESULTS / "frontier.json").read_text())["floors"]
-    ways = [*PEERS, "fxmem, measured"]
-    lines = [f"| least peak over eager's | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
-    for row in rows:
-        shares = ["" if row[way] is None else f"{row[way] / row['eager']:.3f}" for way in ways]
-        lines.append(f"| {row['model']} | {' | '.join(shares)} |")
-    lowest = sum(row["fxmem, measured"] <= min(row[way] for way in PEERS if row[way] is not None) for row in rows)
-    return [
-        *lines,
-        "",
-        f"The whole step's peak, measured (`python -m benchmarks.frontier --floors`): fxmem's is the lowest on {lowest} of "
-        f"{len(rows)} models. The compiler's partitioner is taken at the best of its budgets, checkpoint_sequential at the "
-        "best number of segments (an empty cell: the way does not apply, or failed), sqrt(n) is Chen's plan run by fxmem.",
-    ]
-
-
-def _totals(verdicts: list[Verdict]) -> list[str]:
-    """Return a line on each kind of peers."""
-    lines = []
-    for what, some in _by_kind(verdicts).items():
-        ratios = [v.ratio for v in some if v.ratio is not None]
-        reached = [v for v in some if v.our_extra is not None]
-        if ratios:
-            lines.append(
-                f"{what}: {len(some)} points, lost {sum(v.lost for v in some)}, of these {len(some) - len(reached)} for a "
-                f"peak that fxmem cannot reach; at the others fxmem's extra time over the peer's: mean "
-                f"{statistics.mean(ratios):.2f}, median {statistics.median(ratios):.2f} of the {len(ratios)} where the "
-                f"peer's is above one percent, {_of_sums(reached):.2f} of all summed. By step time, all things counted, "
-                f"fxmem is the faster one at {_faster(some)} points."
-            )
-            lines.append("")
-    return lines[:-1]
-
-
-def _by_kind(verdicts: list[Verdict]) -> dict[str, list[Verdict]]:
-    return {
-        "All": verdicts,
-        "Eager peers": [v for v in verdicts if v.eager],
-        "torch.compile's partitioner alone": [v for v in verdicts if "partitioner" in v.peer],
-        "torch.compile with inductor": [v for v in verdicts if "inductor" in v.peer],
-    }
-
-
-def _compared() -> list[Row]:
-    """Return the rows, model by model in the benchmark's order, whatever was measured last."""
-    order = list(MODELS)
-    return sorted(load_rows(RESULTS / "compare_cpu.json"), key=lambda row: order.index(row.model))
-
-
-def _verdicts(rows: list[Row]) -> Iterator[Verdict]:
-    for name in dict.fromkeys(row.model for row in rows):
-        yield from verdicts_of(rows, name)
-
-
-def _faster(verdicts: list[Verdict]) -> int:
-    """Return at how many points fxmem's step takes less time than the peer's."""
-    return sum(v.our_extra is not None and 1 + v.our_extra < v.peer_ratio for v in verdicts)
-
-
-def _of_sums(verdicts: list[Verdict]) -> float:
-    """Return fxmem's extra times over the peers', both summed; a negative one counts as none."""
-    ours = sum(max(0.0, v.our_extra or 0.0) for v in verdicts)
-    return ours / sum(max(0.0, v.peer_extra) for v in verdicts)
-
-
-def _recipe_ms() -> float:
-    """Return what running one small recipe again costs on the CPU."""
-    overhead = json.loads((RESULTS / "overhead.json").read_text())
-    return min(float(row["recipe_us"]) for row in overhead["rows"]) / 1000
-
-
-def _percent(share: float | None) -> str:
-    return "not reached" if share is None else f"{share:+.0%}"
 
 
 SECTIONS: dict[str, Callable[[], str]] = {

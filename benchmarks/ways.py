@@ -46,7 +46,12 @@ class Way:
 
     @property
     def compiled(self) -> bool:
-        return self.kind in ("aot", "partitioner", "inductor")
+        return self.kind in ("aot", "partitioner", "inductor", "fxmem inductor")
+
+    @property
+    def of_inductor(self) -> bool:
+        """Whether inductor's kernels run, which bypass the dispatcher."""
+        return self.kind in ("inductor", "fxmem inductor")
 
     @property
     def is_fxmem(self) -> bool:
@@ -72,6 +77,8 @@ class NotApplicable(Exception):
 EAGER = Way("eager", "eager")
 NO_RECOMPUTE = Way("torch.compile no recompute", "aot")
 """What the partitioner's ways are measured against: the same decomposed ops, everything saved."""
+FUSED = Way("torch.compile inductor 1", "inductor", 1.0)
+"""The same for inductor's."""
 NOT_INSTALLABLE = {
     "Rockmate": "not installable: the PyPI wheel of rkgb lacks modules",
 }
@@ -82,6 +89,8 @@ def without_recompute(way: Way) -> Way | None:
     """Return the way of the same compiler that recomputes nothing; None of others and of that way itself."""
     if way.kind == "partitioner":
         return NO_RECOMPUTE
+    if way.kind == "fxmem inductor":
+        return FUSED
     return replace(way, amount=1.0) if way.kind == "inductor" and way.amount != 1.0 else None
 
 
@@ -239,6 +248,27 @@ def _fxmem(way: Way, model: nn.Module, bench: BenchModel, batch: Batch, optimize
     return Contender(optimized, optimized, report.predicted_peak_bytes, 1 + report.overhead_ratio)
 
 
+def _fxmem_inductor(way: Way, model: nn.Module, bench: BenchModel, batch: Batch, optimizer: Any) -> Contender:
+    """fxmem's planner in inductor's seat. What was planned for one budget is known for the next."""
+    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": bench.loss, "cost": "cpu", "backend": "inductor"}
+    assert way.amount is not None
+    budget = int(way.amount)
+    if budget == LEAST:
+        budget = least_compiled_bytes(model, batch, options)
+    compiled: Any = fxmem.optimize(model, *batch, budget=budget, **options)
+    report = compiled.fxmem.report
+    return Contender(compiled, compiled, report.predicted_peak_bytes, compile_on_first_step=True)
+
+
+def least_compiled_bytes(model: nn.Module, batch: Batch, options: dict[str, Any]) -> int:
+    """Return the least peak that a compiled step under fxmem's plans reaches."""
+    try:
+        fxmem.optimize(model, *batch, budget="1KB", **options)
+    except fxmem.InfeasibleBudgetError as error:
+        return error.least_bytes
+    raise AssertionError("a step took no memory")
+
+
 _APPLY: dict[str, Callable[..., Contender]] = {
     "eager": _eager,
     "checkpoint": _checkpoint,
@@ -250,4 +280,5 @@ _APPLY: dict[str, Callable[..., Contender]] = {
     "partitioner": _compiled,
     "inductor": _compiled,
     "fxmem": _fxmem,
+    "fxmem inductor": _fxmem_inductor,
 }

@@ -1,8 +1,4 @@
-"""Plans written into joint graphs: whatever is dropped, outputs and gradients are those of keeping all.
-
-Forward and backward are interpreted op by op, without Inductor's kernels. Random numbers come from a stand-in that is a
-function of the seed, as Inductor's own are, so that a mask that is computed again is the same mask.
-"""
+"""Plans written into joint graphs: whatever is dropped, outputs and gradients are those of keeping all."""
 
 from __future__ import annotations
 
@@ -15,10 +11,11 @@ import torch
 from torch import fx
 
 from fxmem.api.arguments import settings_of
-from fxmem.compiled import emit
 from fxmem.compiled.graph_planner import GraphPlanner
+from fxmem.compiled.joint import is_tangent
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import KEEP, GraphProfile, Plan
+from tests.compiled.interpreted import results_of, values_for
 from tests.compiled.random_functions import inputs, random_function
 from tests.compiled.seat import in_the_seat
 from tests.tiers import representatives
@@ -41,25 +38,6 @@ def random_plan(profile: GraphProfile, draw: random.Random) -> Plan:
     return Plan("random", tuple(limits))
 
 
-class Interpreter(fx.Interpreter):
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if "inductor_random" in str(target):
-            size, seed, mode = args[:3]
-            generator = torch.Generator().manual_seed(int(seed))
-            return getattr(torch, mode)(size, generator=generator)
-        return super().call_function(target, args, kwargs)
-
-
-def results_of(parts: emit.Partitioned, num_outputs: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return outputs and gradients."""
-    forward, backward = parts
-    torch.manual_seed(3)
-    results = Interpreter(forward).run(*inputs)
-    outputs, saved = results[:num_outputs], results[num_outputs:]
-    gradients = Interpreter(backward).run(*saved, torch.ones_like(outputs[0]))
-    return [r for r in (*outputs, *gradients) if isinstance(r, torch.Tensor)]
-
-
 @pytest.mark.parametrize("seed", representatives(range(100), 0, 1, 2, quick=(3,)))
 def test_outputs_and_gradients_are_those_of_keeping_all(seed: int) -> None:
     found: list[tuple[GraphPlanner, int]] = []
@@ -69,12 +47,7 @@ def test_outputs_and_gradients_are_those_of_keeping_all(seed: int) -> None:
 
     in_the_seat(look, random_function(seed), *inputs())
     planner, num_outputs = found[0]
-    names = [n.name for n in planner.kernels.joint.inputs if "tangents" not in n.name]
-    assert names == [f"primals_{i + 1}" for i in range(len(names))]
-    read = [n.meta["val"] for n in planner.kernels.joint.inputs]
-    values = [
-        torch.randn(t.shape, generator=torch.Generator().manual_seed(i)) for i, t in enumerate(read[: len(names)])
-    ]
+    values = values_for([n for n in planner.kernels.joint.inputs if not is_tangent(n)])
     points, draw = planner.candidates.points, random.Random(seed)
     plans = [*(random_plan(planner.profile, draw) for _ in range(4)), draw.choice(points).plan, points[-1].plan]
     expected = results_of(planner.parts(points[0].plan), num_outputs, values)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import ablation, ablation_runtime, compare, cuda_suite, first_gpu, models, published
+from benchmarks import ablation, ablation_runtime, compare, cuda_suite, first_gpu, models, published, verdicts
 from benchmarks.measure import Row, largest_relative_error, measure, quartiles
 from benchmarks.results_file import RESULTS, load_rows, save_rows
-from benchmarks.ways import EAGER, NO_RECOMPUTE, Way, peers
+from benchmarks.ways import EAGER, FUSED, LEAST, NO_RECOMPUTE, Way, peers, without_recompute
 from fxmem.ir import FrontierPoint, Plan
 from fxmem.planners.portfolio import STAGES
 from tests.synthetic import residual_blocks
@@ -99,10 +99,31 @@ def test_a_compiled_peer_is_judged_by_its_own_time_without_recompute() -> None:
         Row("m", "p", "partitioner", 0.5, peak_bytes=50, time_ratio=1.8, eager_peak_bytes=100),
         Row("m", "fxmem at p", "fxmem", 50, peak_bytes=49, time_ratio=1.1, time_ratio_low=1.09, time_ratio_high=1.11),
     ]
-    (verdict,) = compare.verdicts_of(rows, "m")
+    (verdict,) = verdicts.verdicts_of(rows, "m")
     assert verdict.peer_extra == pytest.approx(0.2)
     assert verdict.ratio == pytest.approx(0.5)
     assert not verdict.lost
+
+
+def test_the_compiled_backend_is_compared_at_torchs_own_points_by_its_compilers_time() -> None:
+    rows = [
+        Row("m", "torch 1", "inductor", 1.0, peak_bytes=80, time_ratio=0.8),
+        Row("m", "torch 0.5", "inductor", 0.5, peak_bytes=50, time_ratio=0.9, own_ratio=1.2, gradient_error=0.9),
+    ]
+    ways = compare.compiled_ways(rows)
+    assert [(way.name, way.amount) for way in ways] == [
+        ("fxmem, inductor at torch 1", 80),
+        ("fxmem, inductor at torch 0.5", 50),
+        ("fxmem, inductor least", LEAST),
+    ]
+    assert without_recompute(ways[0]) == FUSED
+    rows.append(Row("m", ways[1].name, ways[1].kind, 50, peak_bytes=49, time_ratio=0.85, own_ratio=1.1))
+    (verdict,) = verdicts.verdicts_of(rows, "m", verdicts.OURS_COMPILED)
+    assert verdict.our_extra == pytest.approx(0.1)
+    assert verdict.ratio == pytest.approx(0.5)
+    assert verdict.note == "peer's gradients wrong"
+    assert not verdict.lost
+    assert not list(verdicts.verdicts_of(rows, "m"))
 
 
 @pytest.mark.slow
@@ -114,7 +135,7 @@ def test_a_compiled_peer_takes_turns_with_itself_without_recompute(tiny: str) ->
     assert dropping.own_ratio > 0
     assert dropping.peak_bytes < free.peak_bytes  # code compiled for one is not run for the other
     (old, new) = (Row("m", "p", "partitioner", 0.5, time_ratio=1.8, own_ratio=own) for own in (None, 1.1))
-    assert [compare.own_ratio(row, [Row("m", "f", "aot", time_ratio=1.5), row]) for row in (old, new)] == [
+    assert [verdicts.own_ratio(row, [Row("m", "f", "aot", time_ratio=1.5), row]) for row in (old, new)] == [
         pytest.approx(1.2),
         1.1,
     ]
