@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -38,6 +39,10 @@ class Namespace:
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
         self.original, self.settings = original, settings
         self.methods: dict[str, Namespace] = {}
+        self.set_forwards: dict[Callable[..., Any], Namespace] = {}
+        """By function, the same for forwards that were set on the optimized module and go around its own."""
+        self.said_of: dict[Callable[..., Any], str] = {}
+        """Of those whose user has not heard of it, the path of the submodule that they call."""
         self.plans = LoopPlans(original, settings)
         self.choice = ""
         """With ``backend="auto"``: what was chosen, and why."""
@@ -90,7 +95,7 @@ class Namespace:
         step = replace(step, in_backward=self.settings.step.in_backward)
         self.settings = replace(self.settings, step=step)
         self.plans, self._elsewhere = LoopPlans(self.original, self.settings), None
-        for method in self.methods.values():
+        for method in (*self.methods.values(), *self.set_forwards.values()):
             method.plan_anew(step)
 
     def prepare(self, example_args: Any = None, example_kwargs: dict[str, Any] | None = None) -> Report:
@@ -167,6 +172,9 @@ class Namespace:
 
     def _latest(self) -> Compiled:
         if self.plans.latest is None:
+            for other in self.set_forwards.values():
+                if other.is_planned:
+                    return other._latest()
             raise NotPlannedError(
                 "this module has no plan yet: pass example_args to fxmem.optimize, or call it once in training mode"
             )

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from fxmem.capture.dynamic_batch import shapes_of
 from fxmem.capture.graph import CaptureGraph, Inputs, state_as_moved
 from fxmem.capture.value_guards import seeing_values
+from fxmem.capture.ways import Way
 from fxmem.errors import InputError, VerificationError
-from fxmem.fake.fake_tensors import BranchReads, FakeWorld, ScalarReads
+from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.ir import Phase, Timeline, Verification
 from fxmem.profiling.caching_allocator import StepEvents, StepLog
@@ -116,27 +118,45 @@ def eager_step(
         return _ran(_Subject(forward, model, model), captured, inputs, step, seen, watching)
 
 
+@dataclass(frozen=True, slots=True)
+class EmittedPart:
+    """A submodule, and the graph that its calls with arguments like ``inputs`` run. Others run the submodule as it is."""
+
+    module: torch.nn.Module
+    inputs: Inputs
+    captured: CaptureGraph
+    graph_module: fx.GraphModule
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a call on fakes returns."""
+        given = Inputs.of(args, kwargs, self.module)
+        if given.spec != self.inputs.spec or shapes_of(given) != shapes_of(self.inputs):
+            return self.module(*args, **kwargs)
+        return self.captured.call(self.graph_module, given.leaves)
+
+
 def step_in_parts(
     model: torch.nn.Module,
-    parts: Sequence[tuple[torch.nn.Module, CaptureGraph, fx.GraphModule]],
+    parts: Sequence[EmittedPart],
     inputs: Inputs,
     step: TrainingStep,
     autocast: Autocast | None,
-    answer: bool,
+    way: Way,
 ) -> FakeStep:
     """Return what a training step of ``model`` takes whose ``parts`` run the graphs emitted for them, and all else as it
-    is. Where the model looks at values it takes one of its ways: numbers read as 1, conditions as ``answer``."""
+    is. Where the model looks at values it goes this ``way``. Errors: ``OtherWayError`` where it cannot."""
+    modules = [part.module for part in parts]
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
         with ExitStack() as stack:
-            for part, captured, emitted in parts:
-                stack.enter_context(calls_run_by(part, partial(_run_emitted, part, captured, emitted)))
-            for mode in (seeing_values(inputs.leaves, leaves), BranchReads(answer), WrittenViews()):
+            for part in parts:
+                stack.enter_context(calls_run_by(part.module, part.run))
+            for mode in (way.taken(inputs.leaves, leaves, modules), WrittenViews()):
                 stack.enter_context(mode)
             return model(*args, **kwargs)
 
-    return step_run_by(forward, model, [emitted for _, _, emitted in parts], inputs, step, autocast)
+    return step_run_by(forward, model, [part.graph_module for part in parts], inputs, step, autocast)
 
 
 def step_run_by(
@@ -151,16 +171,6 @@ def step_run_by(
     whole, like = torch.nn.ModuleList([model, *others]), EagerCall(tuple(model.parameters()), autocast)
     with tensors_restored(model):
         return _ran(_Subject(forward, whole, model), like, inputs, step, None)
-
-
-def _run_emitted(
-    part: torch.nn.Module,
-    captured: CaptureGraph,
-    emitted: fx.GraphModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    return captured.call(emitted, Inputs.of(args, kwargs, part).leaves)
 
 
 @dataclass(frozen=True, slots=True)
