@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from fxmem.capture.advice import Part, capturable_parts, followed, light, num_el
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.capture.ways import Way
 from fxmem.emitted import Emitted, bound_bytes, emit_point
-from fxmem.errors import CaptureError, ChangedArgumentError, InfeasibleBudgetError
+from fxmem.errors import CaptureError, InfeasibleBudgetError
 from fxmem.frontiers import frontier_of
 from fxmem.ir import FrontierPoint, StaticBytes
 from fxmem.passes.context import CompileContext, Settings
@@ -54,8 +55,6 @@ class PartsGraph:
     """Stands for the graph of a model that runs in parts (as :class:`CaptureGraph` does for one that was captured)."""
 
     model: torch.nn.Module
-    spec: Any
-    """The structure of the call's arguments."""
     runs: tuple[tuple[torch.nn.Module, RunPart], ...]
     autocast: Autocast | None
     parameters: tuple[torch.nn.Parameter, ...]
@@ -72,9 +71,8 @@ class PartsGraph:
         """True if the latest forward called a part more often than was planned for."""
         return any(latest > planned for latest, planned in zip(self.latest_calls, self.num_calls, strict=False))
 
-    def run(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Return the model's output and its leaves."""
-        args, kwargs = Inputs(tuple(leaves), self.spec).call()
+    def run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Any]]:
+        """Return the model's output and its leaves. It is the model that runs, which may change its arguments."""
         self.latest_calls[:] = [0] * len(self.runs)
         with self._running():
             output = self.model(*args, **kwargs)
@@ -187,7 +185,8 @@ class _Search:
         if low == high or not fits(high):
             assert budget_bytes is not None
             least = min((self.bound_of(ran) for _, ran in tried.values()))
-            place = f"the step of {type(self.context.model).__name__}, of which {len(self.parts)} parts are planned"
+            num_parts = len({p.part.path for p in self.parts})
+            place = f"the step of {type(self.context.model).__name__}, of which {num_parts} parts are planned"
             raise InfeasibleBudgetError(budget_bytes, least, (), place)
         while high - low > 1:
             middle = (low + high) // 2
@@ -218,7 +217,7 @@ def find_parts(context: CompileContext, refused: CaptureError) -> FoundParts:
     """
     strided = all(tensor.layout is torch.strided for tensor in context.inputs.tensors)
     found, way = capturable_parts(context.model, context.inputs, context.autocast) if strided else ((), None)
-    if not found or isinstance(refused, ChangedArgumentError):
+    if not found:
         raise refused
     if way is None:
         raise CaptureError(f"{refused} {_advice(context.model, found)}") from refused
@@ -248,24 +247,25 @@ def compile_in_parts(context: CompileContext, found: FoundParts, serve: Serve) -
         context = context.with_settings(budget_bytes=int(context.settings.budget_share * search.bound_of(eager)))
         search.context = context
     emitted, ran = search.cheapest_within(context.settings.budget_bytes)
-    runs, reports = [], []
-    whole = fx.GraphModule(torch.nn.Module(), fx.Graph())
-    for planned, chosen in zip(parts, emitted, strict=True):
+    runs: dict[torch.nn.Module, RunPart] = {}
+    calls: Counter[torch.nn.Module] = Counter()
+    whole, reports = fx.GraphModule(torch.nn.Module(), fx.Graph()), []
+    for number, (planned, chosen) in enumerate(zip(parts, emitted, strict=True)):
         report = _report_of_part(planned, chosen)
         compiled = Compiled(chosen.graph_module, planned.profiled.captured, chosen.point.plan, report)
         settings = replace(planned.context.settings, budget_bytes=chosen.point.peak_bytes)
-        runs.append((planned.part.module, serve(planned.part, settings, compiled)))
+        runs[planned.part.module] = serve(planned.part, settings, compiled)
+        calls[planned.part.module] += planned.part.num_calls
         reports.append(report)
-        whole.add_module(planned.part.path.replace(".", "_"), chosen.graph_module)
+        whole.add_module(f"{planned.part.path.replace('.', '_')}_{number}", chosen.graph_module)
     graph = PartsGraph(
         model=context.model,
-        spec=context.inputs.spec,
-        runs=tuple(runs),
+        runs=tuple(runs.items()),
         autocast=context.autocast,
         parameters=tuple(context.model.parameters()),
         emitted=search.emitted_parts(emitted),
         way=found.way,
-        num_calls=tuple(planned.part.num_calls for planned in parts),
+        num_calls=tuple(calls[module] for module in runs),
     )
     report = _report(search, reports, ran, eager, found.said, time.perf_counter() - start)
     return Compiled(whole, cast(CaptureGraph, graph), emitted[0].point.plan, report)
@@ -273,11 +273,11 @@ def compile_in_parts(context: CompileContext, found: FoundParts, serve: Serve) -
 
 def _said(model: torch.nn.Module, parts: Sequence[_PlannedPart], refused: CaptureError) -> str:
     share = num_elements(*(p.part.module for p in parts)) / num_elements(model)
-    paths = [p.part.path for p in parts]
+    paths = list(dict.fromkeys(p.part.path for p in parts))
     named = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
     why = str(refused).partition(". ")[0].rstrip(".")
     return (
-        f"{type(model).__name__} is planned in parts, not as a whole: {len(parts)} with {share:.0%} of its parameters "
+        f"{type(model).__name__} is planned in parts, not as a whole: {len(paths)} with {share:.0%} of its parameters "
         f"({named}), under one budget for all of the step; the rest runs as it is. Why: {why}."
     )
 
@@ -356,7 +356,7 @@ def _report(
 
 def _advice(model: torch.nn.Module, found: Sequence[Part]) -> str:
     share = num_elements(*(part.module for part in found)) / num_elements(model)
-    paths = ", ".join(part.path for part in found[:3])
+    paths = ", ".join(list(dict.fromkeys(part.path for part in found))[:3])
     return (
         f"Its parts {paths} can be captured ({share:.0%} of its parameters), but it does not run on fakes to its end: "
         "nothing bounds the step as a whole: optimize them one by one with fxmem.optimize; each budget then bounds a "

@@ -29,7 +29,7 @@ from fxmem.capture.written_state import Before
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
 from fxmem.ir import Plan
 from fxmem.microbatch import compile_in_pieces
-from fxmem.partial import FoundParts, RunPart, Serve, along_way_of, compile_in_parts, find_parts, run_part
+from fxmem.partial import FoundParts, PartsGraph, RunPart, Serve, along_way_of, compile_in_parts, find_parts, run_part
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
@@ -124,15 +124,22 @@ class CompileCache:
         return compiled
 
     def run(
-        self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None, held_bytes: int = 0
+        self,
+        compiled: Compiled,
+        inputs: Inputs,
+        autocast: Autocast | None,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        held_bytes: int = 0,
     ) -> tuple[Any, Sequence[Any]]:
-        """Return the model's output for ``inputs`` and its leaves, computed by what was found or made for them.
-        ``held_bytes``: of earlier outputs that are alive.
+        """Return the model's output for ``inputs`` and its leaves, computed by what was found or made for them. ``call``:
+        the arguments that they are of. ``held_bytes``: of earlier outputs that are alive.
 
         The first call of a size that was not planned for is tried: where the graph does otherwise than planned, what it
         wrote is put back, and the size gets a plan of its own.
         """
-        captured = compiled.captured
+        captured: CaptureGraph | PartsGraph = compiled.captured
+        if isinstance(captured, PartsGraph):
+            return captured.run_call(*call)
         if id(compiled) not in self._untried:
             return compiled.run(inputs.leaves, held_bytes)
         before = Before(captured, inputs.leaves)
@@ -339,9 +346,17 @@ class CompileCache:
                 cache = self._of_parts[part.path] = CompileCache(part.module, settings)
             signature = cache._signature(real_like(part.inputs), autocast)
             cache._compiled.setdefault(signature, []).insert(0, compiled)
-            return run_part(part.module, lambda inputs: cache.find(inputs, autocast) or cache.make(inputs, autocast))
+            return run_part(part.module, lambda inputs: cache.find(inputs, autocast) or cache._made(inputs, autocast))
 
         return serve
+
+    def _made(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        """Compile for a call of a part that the plan of the whole does not have; if need be with the least peak."""
+        try:
+            return self.make(inputs, autocast)
+        except InfeasibleBudgetError as error:
+            self.raise_budget(error.least_bytes)
+            return self.make(inputs, autocast)
 
     def _largest_batch(self, captured: CaptureGraph, inputs: Inputs, budget_bytes: int) -> int:
         """Return the largest size of the dynamic dimensions at which some plan fits."""

@@ -107,13 +107,14 @@ class LoopPlans:
 
     # -- training calls --------------------------------------------------------------------------------------------------
 
-    def run(self, inputs: Inputs, autocast: Autocast | None) -> Any:
-        """Return the model's output for a training call, under the plan of its step."""
+    def run(self, inputs: Inputs, autocast: Autocast | None, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Return the model's output for a training call, under the plan of its step. ``call``: the arguments that
+        ``inputs`` are of."""
         watch = self._loss_watch
         if watch is not None:
             watch.stop()
         compiled = self.for_call(inputs, autocast)
-        output, leaves = self._latest.run(compiled, inputs, autocast, self._held_bytes)
+        output, leaves = self._latest.run(compiled, inputs, autocast, call, self._held_bytes)
         self._note(compiled, inputs, leaves)
         return output
 

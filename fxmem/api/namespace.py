@@ -80,7 +80,7 @@ class Namespace:
         region = Autocast.of(device_of(self.original).type)
         with explaining(self.explain):
             try:
-                return self.plans.run(inputs, region)
+                return self.plans.run(inputs, region, (args, kwargs))
             except torch.OutOfMemoryError as error:
                 self.explain(error)
                 raise
@@ -89,6 +89,11 @@ class Namespace:
         """Add to an error of memory what was planned, what is there, and what to do."""
         latest = self.plans.latest
         add_post_mortem(error, self.original, None if latest is None else latest.report)
+
+    def raise_budget(self, budget_bytes: int) -> None:
+        """Plan within this budget from now on."""
+        self.settings = replace(self.settings, budget_bytes=budget_bytes, budget_share=None)
+        self.plans = LoopPlans(self.original, self.settings)
 
     def plan_anew(self, step: TrainingStep) -> None:
         """Forget all plans; those to come are for ``step``, of this method and the others."""

@@ -19,7 +19,8 @@ from fxmem.api.arguments import is_optimized
 from fxmem.api.bypass import planned_call, submodules_told_to
 from fxmem.api.namespace import Namespace
 from fxmem.api.twins import with_forward
-from fxmem.errors import in_units
+from fxmem.errors import InfeasibleBudgetError, in_units
+from fxmem.report.text import Report
 from fxmem.user_frames import level_of_user
 
 Forward = Callable[..., Any]
@@ -58,18 +59,32 @@ def _plan(planned: Namespace, function: Forward, path: str) -> None:
 @torch.compiler.disable(reason="planning and recomputation run outside of torch.compile")  # type: ignore[untyped-decorator]
 def _call_planned(module: Any, function: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     planned: Namespace = module.fxmem
-    own = planned.set_forwards[function]
+    own, path = planned.set_forwards[function], planned.said_of.pop(function, None)
     with planned_call(id(module)):
-        output = own.call(args, kwargs)
-    path, report = planned.said_of.pop(function, None), own.report
-    if path is not None and report.budget_bytes is not None and report.eager_peak_bytes > report.budget_bytes:
-        name, eager_bytes = getattr(function, "__name__", "forward"), report.eager_peak_bytes
-        warnings.warn(
-            f"{type(planned.original).__name__}.forward was replaced after the model was optimized: {name} trains {path} "
-            f"around the plan, so the step's peak is that of eager PyTorch, {eager_bytes} bytes ({in_units(eager_bytes)}), "
-            f"above the budget of {report.budget_bytes} bytes: from now on {name} is planned, with a peak of "
-            f"{in_units(report.predicted_peak_bytes)}. To plan for it from the first step on, optimize the model after its "
-            "forward is set.",
-            stacklevel=level_of_user(),
-        )
+        try:
+            output, least = own.call(args, kwargs), None
+        except InfeasibleBudgetError as error:
+            if path is None:
+                raise
+            least = error  # the step before ran all the same
+            own.raise_budget(error.least_bytes)
+            output = own.call(args, kwargs)
+    if path is not None:
+        _tell(type(planned.original).__name__, function.__code__.co_name, path, own.report, least)
     return output
+
+
+def _tell(kind: str, name: str, path: str, report: Report, least: InfeasibleBudgetError | None) -> None:
+    """Tell of the step before, which ran around the plan, if that was above the budget."""
+    budget_bytes, eager_bytes = least.budget_bytes if least else report.budget_bytes, report.eager_peak_bytes
+    if budget_bytes is None or eager_bytes <= budget_bytes:
+        return
+    rest = f"from now on {name} is planned, with a peak of {in_units(report.predicted_peak_bytes)}"
+    if least is not None:
+        rest += f", the least that a plan reaches. Raise the budget to {least.least_bytes} bytes to keep it"
+    warnings.warn(
+        f"{kind}.forward was replaced after the model was optimized: {name} trains {path} around the plan, so the step's "
+        f"peak is that of eager PyTorch, {eager_bytes} bytes ({in_units(eager_bytes)}), above the budget of {budget_bytes} "
+        f"bytes: {rest}. To plan for it from the first step on, optimize the model after its forward is set.",
+        stacklevel=level_of_user(),
+    )

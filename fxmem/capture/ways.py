@@ -13,7 +13,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,7 +24,7 @@ from fxmem.capture.written_state import UNSAID
 from fxmem.fake.fake_tensors import BranchReads, attributes_restored
 from fxmem.fake.modes import FROM_VALUES
 from fxmem.fake.python_state import tensors_restored
-from fxmem.op_facts.kinds import ReadsScalar
+from fxmem.op_facts.kinds import MissingFake, ReadsScalar
 from fxmem.op_facts.lookup import by_op
 from fxmem.runtime.autocast import Autocast, casts_kept
 from fxmem.torch_patches import quiet, tracing_answered_by
@@ -41,8 +41,12 @@ from fxmem.user_frames import modules_called
 
 MOST_NOTED = 100_000
 """Looks at values in one forward; what has more is not followed."""
+MOST_GIVEN = 16
+"""Calls of one submodule whose integers are kept."""
 _COPIED = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 """Functions that hand out values without an op."""
+_SIZED = frozenset(op for op, fact in by_op(MissingFake).items() if fact.bounds)
+"""Ops whose results have sizes that follow from values, which their fakes bound: the table of the CTC loss."""
 _READS = frozenset(function for function, fact in by_op(ReadsScalar).items() if fact.what != "op")
 
 
@@ -79,8 +83,13 @@ class Way:
     """None: a guess."""
     answer: bool = False
     """What each condition is guessed to be."""
-    given: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """By the path of a submodule, the leaves of its first call: tensors of integers and flags, None for others."""
+    given: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
+    """By the path of a submodule, the leaves of its first calls: tensors of integers and flags, None for others."""
+
+    def given_to(self, path: str, number: int) -> tuple[Any, ...]:
+        """Return what is known of the arguments of the call of this number; nothing of many, and where it is a guess."""
+        calls = self.given.get(path, [])
+        return calls[number] if number < len(calls) else ()
 
     @contextmanager
     def taken(
@@ -114,7 +123,7 @@ def _seen(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> 
     state = [*model.parameters(), *model.buffers(), *inputs.tensors]
     if any(t.is_meta or isinstance(t, FakeTensor) or t.layout is not torch.strided for t in state):
         return None
-    noted, given = _Noted(state), dict[str, tuple[Any, ...]]()
+    noted, given = _Noted(state), dict[str, list[tuple[Any, ...]]]()
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, inputs.call())
     with ExitStack() as stack:
         for scope in (quiet(), tensors_restored(model), attributes_restored(model), torch.no_grad()):
@@ -134,16 +143,18 @@ def _seen(model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None) -> 
     return None
 
 
-def _noting(given: dict[str, tuple[Any, ...]], path: str) -> Any:
+def _noting(given: dict[str, list[tuple[Any, ...]]], path: str) -> Any:
     def note(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if path not in given:
+        calls = given.setdefault(path, [])
+        if len(calls) < MOST_GIVEN:
             leaves = Inputs.of(args, kwargs, module).leaves
-            given[path] = tuple(leaf.detach().clone() if _is_of_integers(leaf) else None for leaf in leaves)
+            calls.append(tuple(leaf.detach().clone() if is_of_integers(leaf) else None for leaf in leaves))
 
     return note
 
 
-def _is_of_integers(leaf: object) -> bool:
+def is_of_integers(leaf: object) -> TypeGuard[torch.Tensor]:
+    """True of tensors of integers and flags."""
     return isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
 
 
@@ -188,7 +199,7 @@ class _Noted(TorchDispatchMode):
 def _follows_from_values(func: Any, args: Any) -> bool:
     if func is torch.ops.aten.index.Tensor:
         return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    return not FROM_VALUES.isdisjoint(func.tags)
+    return func in _SIZED or not FROM_VALUES.isdisjoint(func.tags)
 
 
 def _blank(tensor: torch.Tensor) -> _Blank:

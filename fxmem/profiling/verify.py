@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from fxmem.capture.dynamic_batch import shapes_of
+from fxmem.capture.advice import kind_of_call
 from fxmem.capture.graph import CaptureGraph, Inputs, state_as_moved
 from fxmem.capture.value_guards import seeing_values
 from fxmem.capture.ways import Way
@@ -120,19 +120,24 @@ def eager_step(
 
 @dataclass(frozen=True, slots=True)
 class EmittedPart:
-    """A submodule, and the graph that its calls with arguments like ``inputs`` run. Others run the submodule as it is."""
+    """A submodule, and the graph that its calls with arguments like ``inputs`` run."""
 
     module: torch.nn.Module
     inputs: Inputs
     captured: CaptureGraph
     graph_module: fx.GraphModule
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a call on fakes returns."""
-        given = Inputs.of(args, kwargs, self.module)
-        if given.spec != self.inputs.spec or shapes_of(given) != shapes_of(self.inputs):
-            return self.module(*args, **kwargs)
-        return self.captured.call(self.graph_module, given.leaves)
+
+def _run_as_emitted(
+    module: torch.nn.Module, parts: Sequence[EmittedPart], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return what a call of ``module`` on fakes returns; of a kind that no graph was emitted for, as it is."""
+    given = Inputs.of(args, kwargs, module)
+    kind = kind_of_call(given)
+    for part in parts:
+        if part.module is module and kind_of_call(part.inputs) == kind:
+            return part.captured.call(part.graph_module, given.leaves)
+    return module(*args, **kwargs)
 
 
 def step_in_parts(
@@ -145,13 +150,13 @@ def step_in_parts(
 ) -> FakeStep:
     """Return what a training step of ``model`` takes whose ``parts`` run the graphs emitted for them, and all else as it
     is. Where the model looks at values it goes this ``way``. Errors: ``OtherWayError`` where it cannot."""
-    modules = [part.module for part in parts]
+    modules = list(dict.fromkeys(part.module for part in parts))
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
         with ExitStack() as stack:
-            for part in parts:
-                stack.enter_context(calls_run_by(part.module, part.run))
+            for module in modules:
+                stack.enter_context(calls_run_by(module, partial(_run_as_emitted, module, parts)))
             for mode in (way.taken(inputs.leaves, leaves, modules), WrittenViews()):
                 stack.enter_context(mode)
             return model(*args, **kwargs)
