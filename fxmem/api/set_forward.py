@@ -70,7 +70,8 @@ def _call_planned(module: Any, function: Forward, args: tuple[Any, ...], kwargs:
             own.raise_budget(error.least_bytes)
             output = own.call(args, kwargs)
     if path is not None:
-        _tell(type(planned.original).__name__, function.__code__.co_name, path, own.report, least)
+        name = getattr(getattr(function, "__code__", None), "co_name", "forward")  # what it wraps has another
+        _tell(type(planned.original).__name__, name, path, own.report, least)
     return output
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxmem.capture.graph import Inputs
 from fxmem.capture.value_guards import seeing_values
@@ -39,12 +40,15 @@ from fxmem.torch_private import (
 )
 from fxmem.user_frames import modules_called
 
+aten = torch.ops.aten
 MOST_NOTED = 100_000
 """Looks at values in one forward; what has more is not followed."""
 MOST_GIVEN = 16
 """Calls of one submodule whose integers are kept."""
-_COPIED = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+_COPIED = (torch.Tensor.numpy, torch.Tensor.__array__)
 """Functions that hand out values without an op."""
+_READ_OF_ONE = aten._local_scalar_dense.default
+"""By which fakes read each element of what a list is made of."""
 _SIZED = frozenset(op for op, fact in by_op(MissingFake).items() if fact.bounds)
 """Ops whose results have sizes that follow from values, which their fakes bound: the table of the CTC loss."""
 _READS = frozenset(function for function, fact in by_op(ReadsScalar).items() if fact.what != "op")
@@ -93,16 +97,22 @@ class Way:
 
     @contextmanager
     def taken(
-        self, leaves: Sequence[Any], fakes: Sequence[Any], without: Sequence[torch.nn.Module] = ()
+        self,
+        leaves: Sequence[Any],
+        fakes: Sequence[Any],
+        without: Sequence[torch.nn.Module] = (),
+        masks: Masks | None = None,
     ) -> Iterator[None]:
-        """Let a forward on ``fakes`` of a call's ``leaves`` take this way. ``without``: modules that do not run."""
+        """Let a forward on ``fakes`` of a call's ``leaves`` take this way. ``without``: modules that do not run; ``masks``:
+        those of the step that the forward is a part of."""
         with ExitStack() as stack:
             if self.looks is None:
                 stack.enter_context(seeing_values(leaves, fakes))
                 stack.enter_context(BranchReads(self.answer))
             else:
                 absent = {id(module) for module in without}
-                answers = _Answers([look for look in self.looks if absent.isdisjoint(look.inside)])
+                looks = [look for look in self.looks if absent.isdisjoint(look.inside)]
+                answers = _Answers(looks, masks or Masks())
                 stack.enter_context(tracing_answered_by(lambda _: False))
                 stack.enter_context(answers)
                 stack.enter_context(_CopiesAnswered(answers))
@@ -175,7 +185,9 @@ class _Noted(TorchDispatchMode):
         if schema_of(func).is_mutable or func in UNSAID:
             self._keep(leaves_of((args, kwargs)))
         made = func(*args, **kwargs)
-        if _follows_from_values(func, args):
+        if _writes_by_mask(func, args):
+            self.note(func, tuple(int(mask.count_nonzero()) for mask in _masks(args)))
+        elif _follows_from_values(func, args):
             self.note(func, tree_map_only(torch.Tensor, _blank, made))
         return made
 
@@ -196,9 +208,18 @@ class _Noted(TorchDispatchMode):
             self._state[key].copy_(before)
 
 
+def _masks(args: Any) -> list[torch.Tensor]:
+    """Return the masks among the indices of a call that reads or writes by indices."""
+    return [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)]
+
+
+def _writes_by_mask(func: Any, args: Any) -> bool:
+    return func in (aten.index_put.default, aten.index_put_.default) and bool(_masks(args))
+
+
 def _follows_from_values(func: Any, args: Any) -> bool:
-    if func is torch.ops.aten.index.Tensor:
-        return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if func is aten.index.Tensor:
+        return bool(_masks(args))
     return func in _SIZED or not FROM_VALUES.isdisjoint(func.tags)
 
 
@@ -217,6 +238,9 @@ class _CopiesNoted(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         if func in _COPIED:
             self._noted.note(func, copy.deepcopy(made))
+        elif func is torch.Tensor.tolist:
+            for value in args[0].flatten().tolist():
+                self._noted.note(_READ_OF_ONE, value)
         return made
 
 
@@ -226,11 +250,14 @@ class _CopiesNoted(TorchFunctionMode):
 class _Answers(TorchDispatchMode):
     """Answers looks at values as was noted."""
 
-    def __init__(self, looks: Sequence[_Look]) -> None:
+    def __init__(self, looks: Sequence[_Look], masks: Masks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._left = iter(looks)
+        self._left, self._masks = iter(looks), masks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _writes_by_mask(func, args):
+            self._masks.counts.update(zip(_masks(args), self.next(func), strict=True))
+            return func(*args, **(kwargs or {}))
         if not _follows_from_values(func, args):
             return func(*args, **(kwargs or {}))
         device = next(t.device for t in leaves_of((args, kwargs or {})) if isinstance(t, torch.Tensor))
@@ -242,6 +269,26 @@ class _Answers(TorchDispatchMode):
         if look is None or look.what is not what:
             raise OtherWayError(f"{what} looks at values where {None if look is None else look.what} did")
         return look.made
+
+
+class Masks(TorchDispatchMode):
+    """Masks by which a forward on fakes wrote, and how many of each are true: a backward takes as many of a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.index.Tensor and any(mask in self.counts for mask in _masks(args)):
+            indices = [index for given in args[1] for index in self._chosen(given)]
+            return func(args[0], indices)
+        return func(*args, **(kwargs or {}))
+
+    def _chosen(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Return indices of as many elements as ``index``, if it is a known mask, chooses."""
+        if index is None or index not in self.counts:
+            return [index]
+        return [index.new_empty(self.counts[index], dtype=torch.int64) for _ in range(index.dim())]
 
 
 class _CopiesAnswered(TorchFunctionMode):
