@@ -331,11 +331,15 @@ class CompileCache:
         """Let plans to come be for the way that a call with ``inputs`` takes, and forget those that are there; return the
         way if it can be followed."""
         signature = self._signature(inputs, autocast)
-        found = along_way_of(CompileContext(self._model, inputs, self._settings, autocast), self._found[signature])
-        if found is not None:
-            self._found[signature] = found
-            self._compiled.pop(signature)
-        return None if found is None else found.way
+        known = self._found.get(signature)
+        if known is None:
+            return None
+        found = along_way_of(CompileContext(self._model, inputs, self._settings, autocast), known)
+        if found is None:
+            return None
+        self._found[signature] = found
+        self._compiled.pop(signature, None)
+        return found.way
 
     def _serve_part(self, autocast: Autocast | None) -> Serve:
         """Return what keeps the plans of a part of the model, one cache for each part."""

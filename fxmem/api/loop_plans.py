@@ -202,17 +202,6 @@ class LoopPlans:
                 and self._peak_of(earlier, step, inputs, autocast) <= budget_bytes
             ):
                 return cache.adopt(earlier, inputs, autocast)
-        return self._made(cache, step, inputs, autocast, seen_bytes)
-
-    def _made(
-        self,
-        cache: CompileCache,
-        step: TrainingStep,
-        inputs: Inputs,
-        autocast: Autocast | None,
-        seen_bytes: int | None,
-    ) -> Compiled:
-        """Compile for a step; where no plan keeps the budget, tell of that and go on with the least peak."""
         try:
             return cache.make(inputs, autocast)
         except InfeasibleBudgetError as error:
@@ -233,8 +222,8 @@ class LoopPlans:
         autocast: Autocast | None,
     ) -> Compiled:
         """Plan for the way that this call takes, as the one before called parts more often than was planned for."""
-        graph, before = cast(PartsGraph, compiled.captured), compiled.captured.num_calls  # type: ignore[attr-defined]
-        latest = tuple(graph.latest_calls)
+        graph = cast(PartsGraph, compiled.captured)
+        num_before, num_latest = sum(graph.num_calls), sum(graph.latest_calls)
         graph.latest_calls.clear()
         self._num_ways += 1
         way = cache.follow_way(inputs, autocast) if self._num_ways <= MOST_WAYS else None
@@ -243,14 +232,20 @@ class LoopPlans:
         settings = replace(self._settings, step=self.asked.with_targets(step))
         seen_bytes = graph.peak_bytes(CompileContext(self._model, inputs, settings, autocast), way)
         budget_bytes = self._settings.budget_bytes
-        new = self._made(cache, step, inputs, autocast, seen_bytes)
+        try:
+            new = cache.make(inputs, autocast)
+            rest = f"from now on it is planned for, with a peak of {_mb(new.report.predicted_peak_bytes)}"
+        except InfeasibleBudgetError as error:
+            least = error.least_bytes
+            cache.raise_budget(least)
+            new = cache.make(inputs, autocast)
+            rest = f"the least that a plan reaches is {_mb(least)}. Raise the budget to {least} bytes to keep it"
         if budget_bytes is not None and seen_bytes > budget_bytes and "way" not in self._warned:
             self._warned.add("way")
             warnings.warn(
-                f"{type(self._model).__name__}: parts of it were called {sum(latest)} times in a forward, planned for were "
-                f"{sum(before)}: values decide that; the step's peak is {seen_bytes} bytes ({_mb(seen_bytes)}), above the "
-                f"budget of {budget_bytes} bytes: from now on it is planned for, with a peak of "
-                f"{_mb(new.report.predicted_peak_bytes)}. To plan for it from the first step on, pass an example that "
+                f"{type(self._model).__name__}: parts of it were called {num_latest} times in a forward, planned for were "
+                f"{num_before}: values decide that; the step's peak is {seen_bytes} bytes ({_mb(seen_bytes)}), above the "
+                f"budget of {budget_bytes} bytes: {rest}. To plan for it from the first step on, pass an example that "
                 "calls them as often.",
                 stacklevel=level_of_user(),
             )
