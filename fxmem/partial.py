@@ -132,6 +132,7 @@ class _Search:
     on_cuda: bool
     way: Way
     """That the model goes where it looks at values."""
+    _known: dict[float, tuple[list[Emitted], FakeStep]] = field(default_factory=dict)
 
     def choices(self) -> list[list[tuple[int, FrontierPoint]]]:
         """Return each part's points to choose from, with their weights."""
@@ -154,6 +155,13 @@ class _Search:
         chosen = [min(choices, key=cost)[1] for choices in self.choices()]
         return [emit_point(p.profiled, p.context, point) for p, point in zip(self.parts, chosen, strict=True)]
 
+    def at(self, price: float) -> tuple[list[Emitted], FakeStep]:
+        """Return the parts where a byte costs ``price`` seconds, and the step with them."""
+        if price not in self._known:
+            emitted = self.emitted_at(price)
+            self._known[price] = emitted, self.step_of(emitted)
+        return self._known[price]
+
     def step_of(self, emitted: Sequence[Emitted]) -> FakeStep:
         """Return the step of the whole; of the model as it is, where nothing is ``emitted``."""
         context, parts = self.context, self.emitted_parts(emitted)
@@ -171,27 +179,24 @@ class _Search:
     def cheapest_within(self, budget_bytes: int | None) -> tuple[list[Emitted], FakeStep]:
         """Return the parts at the least price whose step fits. Errors: ``InfeasibleBudgetError``."""
         prices = self.prices()
-        tried: dict[int, tuple[list[Emitted], FakeStep]] = {}
 
         def fits(place: int) -> bool:
             stage("checking plans of parts")
-            emitted = self.emitted_at(prices[place])
-            tried[place] = emitted, self.step_of(emitted)
-            return budget_bytes is None or self.bound_of(tried[place][1]) <= budget_bytes
+            return budget_bytes is None or self.bound_of(self.at(prices[place])[1]) <= budget_bytes
 
         low, high = 0, len(prices) - 1
         if fits(low):
-            return tried[low]
+            return self.at(prices[low])
         if low == high or not fits(high):
             assert budget_bytes is not None
-            least = min((self.bound_of(ran) for _, ran in tried.values()))
+            least = min(self.bound_of(ran) for _, ran in self._known.values())
             num_parts = len({p.part.path for p in self.parts})
             place = f"the step of {type(self.context.model).__name__}, of which {num_parts} parts are planned"
             raise InfeasibleBudgetError(budget_bytes, least, (), place)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if fits(middle) else (middle, high)
-        return tried[high]
+        return self.at(prices[high])
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +328,7 @@ def _report(
 ) -> Report:
     """Return the report of the whole: its own peaks; times and rows of all parts; timelines of the largest part."""
     model, inputs = search.context.model, search.context.inputs
-    least = search.step_of(search.emitted_at(math.inf))
+    least = search.at(math.inf)[1]
     step_seconds = sum(p.profiled.profile.step_seconds for p in search.parts)
     overhead_seconds = sum(report.overhead_seconds for report in reports)
     rows = [

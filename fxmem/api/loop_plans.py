@@ -170,7 +170,8 @@ class LoopPlans:
         if not step.accumulate and self._gradients_are_there():
             step = replace(step, accumulate=True)
         compiled = self._compiled(step, inputs, autocast)
-        if held_bytes and not step.loop.carried and held_bytes > self._room(compiled):
+        may_be_carried = self._watch.is_new_step or not isinstance(compiled.captured, PartsGraph)
+        if held_bytes and may_be_carried and not step.loop.carried and held_bytes > self._room(compiled):
             loop = replace(step.loop, carried=True, keeps_output=True)
             self._turn_to(replace(self._step, loop=loop), inputs, autocast)
             compiled = self._compiled(replace(step, loop=loop), inputs, autocast)

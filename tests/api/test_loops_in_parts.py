@@ -15,10 +15,8 @@ import fxmem
 from fxmem.api.module import OptimizedModule
 from fxmem.partial import PartsGraph
 from tests.api.test_loops import (
-    ASKED,
     BATCHES,
     WIDTH,
-    Net,
     Step,
     micro_batches,
     peaks,
@@ -29,8 +27,20 @@ from tests.api.test_loops import (
 )
 from tests.exactness import same_bits
 
-CLASSES = 500
+CLASSES = 64
+ASKED: dict[str, Any] = {"loss_fn": total, "cost": "cpu", "planner": "chen"}
 LABELS = torch.randint(0, CLASSES, (len(BATCHES[0]),))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x)).sin()
+        return x
 
 
 class Looking(nn.Module):
@@ -90,17 +100,6 @@ def again(step: Step, number: int = 4) -> Callable[[nn.Module, torch.optim.Optim
 
 
 @pytest.mark.slow
-def test_several_calls_of_a_part_are_counted_in_one_forward() -> None:
-    model, optimizer = made(0.3)
-    found, said = peaks(model, optimizer, plain)
-    budget = model.fxmem.settings.budget_bytes
-    assert set(found) == {model.fxmem.report.predicted_peak_bytes}
-    assert max(found) <= budget
-    assert not said
-    assert_trained_as_eager(model, again(plain))
-
-
-@pytest.mark.slow
 def test_gradients_of_micro_batches_are_found_at_the_second_one() -> None:
     model, optimizer = made(0.4)
     found, said = peaks(model, optimizer, micro_batches)
@@ -110,7 +109,7 @@ def test_gradients_of_micro_batches_are_found_at_the_second_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [siamese, same_loss_twice])
+@pytest.mark.parametrize("step", [siamese, pytest.param(same_loss_twice, marks=pytest.mark.exhaustive)])
 def test_another_loop_is_told_of_once_with_its_peak_and_then_planned_for(step: Step) -> None:
     model, optimizer = made(0.6)
     budget = model.fxmem.settings.budget_bytes
@@ -146,7 +145,7 @@ def test_a_loss_outside_is_told_of_once_with_its_peak_and_then_planned_for() -> 
 def test_more_calls_of_a_part_than_planned_for_are_told_of_once_with_the_peak_and_then_planned_for() -> None:
     model, optimizer = made(0.6)
     budget = model.fxmem.settings.budget_bytes
-    before = copy.deepcopy(model.state_dict())
+    before, predicted = copy.deepcopy(model.state_dict()), model.fxmem.report.predicted_peak_bytes
     found, said = [], []
     for most in (2, 3, 3, 3):
         with torch.no_grad():
@@ -158,6 +157,7 @@ def test_more_calls_of_a_part_than_planned_for_are_told_of_once_with_the_peak_an
         said += [str(w.message) for w in caught if "in a forward" in str(w.message)]
     (message,) = said
     assert "parts of it were called 3 times in a forward, planned for were 2" in message
+    assert found[0] == predicted <= budget, "two calls were planned for"
     assert f"the step's peak is {found[1]} bytes" in message
     assert found[1] > budget >= found[3]
 
@@ -192,7 +192,8 @@ def test_shapes_that_follow_from_values_are_counted_as_they_are() -> None:
         model = fxmem.optimize(copy.deepcopy(eager), BATCHES[0], budget="80%", **options)
     report = model.fxmem.report
     with fxmem.track(model, BATCHES[0]) as memory:
-        loss = total(model(BATCHES[0]))
+        output = model(BATCHES[0])
+        loss = total(output)
         loss.backward()
     assert memory.peak_bytes == report.predicted_peak_bytes <= report.budget_bytes < report.eager_peak_bytes
     total(eager(BATCHES[0])).backward()
