@@ -174,30 +174,38 @@ def _as_it_says(loop: Any, row: FrameworkRow, error: Any) -> FrameworkRow:
     """Return the row of a refused loop once it is done as the error says: by its remedy, or with the least budget that the
     error names."""
     from benchmarks.framework_loops.loop import run
-    from fxmem.errors import FxMemError, InfeasibleBudgetError
+    from fxmem.errors import FxMemError
 
-    train, budget_bytes = loop.remedy or loop.train, row.budget_bytes
+    least_bytes = _least_of(error) if loop.remedy is None else None
+    if loop.remedy is None and least_bytes is None:
+        return row
     for _ in range(MOST_RAISES):
-        if isinstance(error, InfeasibleBudgetError) and loop.remedy is None:
-            budget_bytes = error.least_bytes
-        elif loop.remedy is None:
-            return row
         with tempfile.TemporaryDirectory() as folder:
             eager, ours = (Path(folder) / name / "out" for name in ("a", "b"))
             for each in (eager, ours):
                 each.mkdir(parents=True)
-            expected = run(train, eager, None)
-            if loop.remedy is not None:
-                budget_bytes = int(loop.share * expected.peak_bytes)
+            expected = run(loop.remedy or loop.train, eager, None)
+            bytes_of = {
+                "eager_bytes": expected.peak_bytes,
+                "budget_bytes": least_bytes or int(loop.share * expected.peak_bytes),
+            }
             try:
-                found = run(train, ours, budget_bytes)
+                found = run(loop.remedy or loop.train, ours, bytes_of["budget_bytes"])
             except FxMemError as again:
-                error = again
+                error, least_bytes = again, _least_of(again)
+                if least_bytes is None:
+                    break
                 continue
-            bytes_of = {"eager_bytes": expected.peak_bytes, "budget_bytes": budget_bytes}
             done = _compared(replace(row, **bytes_of), (expected, eager), (found, ours))
             return replace(done, remedy_works=bool(done.same_bits))
-    return replace(row, remedy_works=False)
+    return replace(row, remedy_works=False, said=(f"{type(error).__name__}: {error}",))
+
+
+def _least_of(error: Exception) -> int | None:
+    """Return the least budget that an error names, if it does."""
+    from fxmem.errors import InfeasibleBudgetError
+
+    return error.least_bytes if isinstance(error, InfeasibleBudgetError) else None
 
 
 def _compared(row: FrameworkRow, eager: tuple[Any, Path], ours: tuple[Any, Path]) -> FrameworkRow:
@@ -296,7 +304,8 @@ def _cells(row: FrameworkRow) -> list[str]:
     if row.result != "runs":
         remedy = {None: "", True: "; the remedy works", False: "; the remedy fails"}[row.remedy_works]
         if not row.remedy_works:
-            return [row.framework, row.loop, row.result + remedy, "", *_megabytes(row), "", _on_one_line(row.error)]
+            said = _on_one_line(" / ".join((row.error, *row.said)))
+            return [row.framework, row.loop, row.result + remedy, "", *_megabytes(row), "", said]
         result, said = row.result + remedy, (row.error, *row.said)
     else:
         result, said = "yes", row.said
