@@ -109,9 +109,11 @@ def test_gradients_of_micro_batches_are_found_at_the_second_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [siamese, pytest.param(same_loss_twice, marks=pytest.mark.exhaustive)])
-def test_another_loop_is_told_of_once_with_its_peak_and_then_planned_for(step: Step) -> None:
-    model, optimizer = made(0.6)
+@pytest.mark.parametrize(
+    ("step", "share"), [(siamese, 0.6), pytest.param(same_loss_twice, 0.02, marks=pytest.mark.exhaustive)]
+)
+def test_another_loop_is_told_of_once_with_its_peak_and_then_planned_for(step: Step, share: float) -> None:
+    model, optimizer = made(share)
     budget = model.fxmem.settings.budget_bytes
     found, said = peaks(model, optimizer, step)
     (message,) = said
