@@ -116,10 +116,9 @@ def test_another_loop_is_told_of_once_with_its_peak_and_then_planned_for(step: S
     model, optimizer = made(share)
     budget = model.fxmem.settings.budget_bytes
     found, said = peaks(model, optimizer, step)
-    (message,) = said
-    assert f"the step's peak is {found[0]} bytes" in message
-    assert found[0] > budget
-    assert max(found[2:]) <= budget or f"Raise the budget to {max(found[2:])} bytes" in message
+    assert found[0] > budget or step is same_loss_twice, "nothing that is dropped is kept for the second backward"
+    assert [f"the step's peak is {found[0]} bytes" in message for message in said] == [True] * (found[0] > budget)
+    assert max(found[2:]) <= budget or f"Raise the budget to {max(found[2:])} bytes" in said[0]
     assert_trained_as_eager(model, again(step))
 
 
