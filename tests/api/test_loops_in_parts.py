@@ -130,7 +130,7 @@ def criterion(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[st
     optimizer.zero_grad()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_loss_outside_is_told_of_once_with_its_peak_and_then_planned_for() -> None:
     model, optimizer = made(0.05, loss_fn=None)
     budget = model.fxmem.settings.budget_bytes
