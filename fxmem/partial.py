@@ -30,7 +30,7 @@ from fxmem.capture.advice import Part, capturable_parts, followed, light, num_el
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.capture.ways import Way
 from fxmem.emitted import Emitted, bound_bytes, emit_point
-from fxmem.errors import CaptureError, InfeasibleBudgetError
+from fxmem.errors import CaptureError, ChangedArgumentError, InfeasibleBudgetError
 from fxmem.frontiers import frontier_of
 from fxmem.ir import FrontierPoint, StaticBytes
 from fxmem.passes.context import CompileContext, Settings
@@ -222,7 +222,7 @@ def find_parts(context: CompileContext, refused: CaptureError) -> FoundParts:
     """
     strided = all(tensor.layout is torch.strided for tensor in context.inputs.tensors)
     found, way = capturable_parts(context.model, context.inputs, context.autocast) if strided else ((), None)
-    if not found:
+    if not found or isinstance(refused, ChangedArgumentError):
         raise refused
     if way is None:
         raise CaptureError(f"{refused} {_advice(context.model, found)}") from refused
