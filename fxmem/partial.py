@@ -3,7 +3,7 @@
 In: a model, one call's inputs, settings, and why the whole was refused. Out: a :class:`Compiled` whose call runs the model
 itself, with its parts on emitted graphs. One budget bounds the whole step, the rest of the model, its gradients and the
 optimizer included: that step is run on fakes for each plan that is tried. Where the model looks at values, it is counted
-along one of its ways.
+along the way that the call takes (:mod:`fxmem.capture.ways`); a call that goes on to more calls of parts is noticed.
 
 The parts' plans are chosen by one price of a byte: at price L each part takes the point of its frontier that is cheapest
 in seconds + L * weight. The weight is the point's peak, and what it keeps as often as other calls of parts wait for their
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -26,8 +26,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxmem.capture.advice import Part, capturable_parts, num_elements
+from fxmem.capture.advice import Part, capturable_parts, followed, light, num_elements
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
+from fxmem.capture.ways import Way
 from fxmem.emitted import Emitted, bound_bytes, emit_point
 from fxmem.errors import CaptureError, ChangedArgumentError, InfeasibleBudgetError
 from fxmem.frontiers import frontier_of
@@ -37,13 +38,12 @@ from fxmem.pipeline import Compiled, profile_for_short_memory
 from fxmem.planners.simulate import drop_all, simulate
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.training_step import BARE
-from fxmem.profiling.verify import FakeStep, step_in_parts
+from fxmem.profiling.verify import EmittedPart, FakeStep, step_in_parts
 from fxmem.progress import stage
 from fxmem.report.text import Report, build_report
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import calls_run_by
 from fxmem.torch_private import tree_leaves
-from fxmem.user_frames import level_of_user
 
 RunPart = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Serve = Callable[[Part, Settings, Compiled], RunPart]
@@ -55,19 +55,34 @@ class PartsGraph:
     """Stands for the graph of a model that runs in parts (as :class:`CaptureGraph` does for one that was captured)."""
 
     model: torch.nn.Module
-    spec: Any
-    """The structure of the call's arguments."""
     runs: tuple[tuple[torch.nn.Module, RunPart], ...]
     autocast: Autocast | None
     parameters: tuple[torch.nn.Parameter, ...]
+    emitted: tuple[EmittedPart, ...]
+    way: Way
+    num_calls: tuple[int, ...]
+    """Of each part in one forward, as planned for."""
     dynamic: Dims = frozenset()
+    latest_calls: list[int] = field(default_factory=list)
+    """Of each part in the latest forward."""
 
-    def run(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Return the model's output and its leaves."""
-        args, kwargs = Inputs(tuple(leaves), self.spec).call()
+    @property
+    def went_further(self) -> bool:
+        """True if the latest forward called a part more often than was planned for."""
+        return any(latest > planned for latest, planned in zip(self.latest_calls, self.num_calls, strict=False))
+
+    def run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Any]]:
+        """Return the model's output and its leaves. It is the model that runs, which may change its arguments."""
+        self.latest_calls[:] = [0] * len(self.runs)
         with self._running():
             output = self.model(*args, **kwargs)
         return output, tree_leaves(output)
+
+    def peak_bytes(self, context: CompileContext, way: Way | None = None) -> int:
+        """Return the peak of ``context``'s step under these plans, along ``way``, by default the one planned for."""
+        step, on_cuda = context.step, any(p.is_cuda for p in self.parameters)
+        ran = step_in_parts(self.model, self.emitted, context.inputs, step, self.autocast, way or self.way)
+        return bound_bytes(ran.peak_bytes, ran.events.peaks() if on_cuda else None, context.settings)
 
     def serves(self, inputs: Inputs) -> bool:
         """True: the model itself looks at values."""
@@ -76,9 +91,13 @@ class PartsGraph:
     @contextmanager
     def _running(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for module, run in self.runs:
-                stack.enter_context(calls_run_by(module, run))
+            for index, (module, run) in enumerate(self.runs):
+                stack.enter_context(calls_run_by(module, partial(self._counted, index, run)))
             yield
+
+    def _counted(self, index: int, run: RunPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.latest_calls[index] += 1
+        return run(args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +130,9 @@ class _Search:
     context: CompileContext
     parts: tuple[_PlannedPart, ...]
     on_cuda: bool
-    answer: bool
-    """What conditions are taken to be that only a run can tell."""
+    way: Way
+    """That the model goes where it looks at values."""
+    _known: dict[float, tuple[list[Emitted], FakeStep]] = field(default_factory=dict)
 
     def choices(self) -> list[list[tuple[int, FrontierPoint]]]:
         """Return each part's points to choose from, with their weights."""
@@ -135,11 +155,22 @@ class _Search:
         chosen = [min(choices, key=cost)[1] for choices in self.choices()]
         return [emit_point(p.profiled, p.context, point) for p, point in zip(self.parts, chosen, strict=True)]
 
+    def at(self, price: float) -> tuple[list[Emitted], FakeStep]:
+        """Return the parts where a byte costs ``price`` seconds, and the step with them."""
+        if price not in self._known:
+            emitted = self.emitted_at(price)
+            self._known[price] = emitted, self.step_of(emitted)
+        return self._known[price]
+
     def step_of(self, emitted: Sequence[Emitted]) -> FakeStep:
         """Return the step of the whole; of the model as it is, where nothing is ``emitted``."""
-        context = self.context
-        runs = [(p.part.module, p.profiled.captured, e.graph_module) for p, e in zip(self.parts, emitted, strict=False)]
-        return step_in_parts(context.model, runs, context.inputs, context.step, context.autocast, self.answer)
+        context, parts = self.context, self.emitted_parts(emitted)
+        return step_in_parts(context.model, parts, context.inputs, context.step, context.autocast, self.way)
+
+    def emitted_parts(self, emitted: Sequence[Emitted]) -> tuple[EmittedPart, ...]:
+        """Return the parts as they run what is ``emitted``."""
+        pairs = zip(self.parts, emitted, strict=False)
+        return tuple(EmittedPart(p.part.module, p.part.inputs, p.profiled.captured, e.graph_module) for p, e in pairs)
 
     def bound_of(self, ran: FakeStep) -> int:
         """Return what a budget bounds of a step."""
@@ -148,75 +179,110 @@ class _Search:
     def cheapest_within(self, budget_bytes: int | None) -> tuple[list[Emitted], FakeStep]:
         """Return the parts at the least price whose step fits. Errors: ``InfeasibleBudgetError``."""
         prices = self.prices()
-        tried: dict[int, tuple[list[Emitted], FakeStep]] = {}
 
         def fits(place: int) -> bool:
             stage("checking plans of parts")
-            emitted = self.emitted_at(prices[place])
-            tried[place] = emitted, self.step_of(emitted)
-            return budget_bytes is None or self.bound_of(tried[place][1]) <= budget_bytes
+            return budget_bytes is None or self.bound_of(self.at(prices[place])[1]) <= budget_bytes
 
         low, high = 0, len(prices) - 1
         if fits(low):
-            return tried[low]
+            return self.at(prices[low])
         if low == high or not fits(high):
             assert budget_bytes is not None
-            least = min((self.bound_of(ran) for _, ran in tried.values()))
-            place = f"the step of {type(self.context.model).__name__}, of which {len(self.parts)} parts are planned"
+            least = min(self.bound_of(ran) for _, ran in self._known.values())
+            num_parts = len({p.part.path for p in self.parts})
+            place = f"the step of {type(self.context.model).__name__}, of which {num_parts} parts are planned"
             raise InfeasibleBudgetError(budget_bytes, least, (), place)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if fits(middle) else (middle, high)
-        return tried[high]
+        return self.at(prices[high])
 
 
-def compile_in_parts(context: CompileContext, refused: CaptureError, serve: Serve) -> Compiled:
-    """Return ``context``'s model, of which the whole was ``refused``, with its largest parts planned under one budget.
+@dataclass(frozen=True, slots=True)
+class FoundParts:
+    """What of a model can be planned for one kind of call, whatever the step is."""
+
+    parts: tuple[_PlannedPart, ...]
+    way: Way
+    said: str
+    """To the user, once."""
+
+    @property
+    def graphs(self) -> tuple[CaptureGraph, ...]:
+        """Those that were captured."""
+        return tuple(planned.profiled.captured for planned in self.parts)
+
+
+def find_parts(context: CompileContext, refused: CaptureError) -> FoundParts:
+    """Return the largest parts of ``context``'s model, of which the whole was ``refused``, with their plans.
 
     Errors: ``refused``, where no part can be captured and spares memory, or the model does not run on fakes to its end, so
-    that nothing bounds its step; ``InfeasibleBudgetError``.
+    that nothing bounds its step.
     """
-    start = time.perf_counter()
     strided = all(tensor.layout is torch.strided for tensor in context.inputs.tensors)
-    found, answer = capturable_parts(context.model, context.inputs, context.autocast) if strided else ((), None)
+    found, way = capturable_parts(context.model, context.inputs, context.autocast) if strided else ((), None)
     if not found or isinstance(refused, ChangedArgumentError):
         raise refused
-    if answer is None:
+    if way is None:
         raise CaptureError(f"{refused} {_advice(context.model, found)}") from refused
     parts = tuple(planned for part in found if len((planned := _planned(part, context)).choices(1)) > 1)
     if not parts:  # nothing in them can be dropped
         raise refused
-    on_cuda = any(p.is_cuda for p in context.model.parameters())
-    search = _Search(context, parts, on_cuda, answer)
+    return FoundParts(parts, way, _said(context.model, parts, refused))
+
+
+def along_way_of(context: CompileContext, found: FoundParts) -> FoundParts | None:
+    """Return what was ``found``, along the way that ``context``'s call takes; None where that cannot be told."""
+    parts = followed(context.model, context.inputs, context.autocast, [planned.part for planned in found.parts])
+    if parts is None:
+        return None
+    planned = (replace(planned, part=part) for planned, part in zip(found.parts, parts[0], strict=True))
+    return replace(found, parts=tuple(planned), way=parts[1])
+
+
+def compile_in_parts(context: CompileContext, found: FoundParts, serve: Serve) -> Compiled:
+    """Return ``context``'s model with the parts that were ``found`` planned under one budget. Errors:
+    ``InfeasibleBudgetError``."""
+    start = time.perf_counter()
+    parts, on_cuda = found.parts, any(p.is_cuda for p in context.model.parameters())
+    search = _Search(context, parts, on_cuda, found.way)
     eager = search.step_of(())
     if context.settings.budget_share is not None:
         context = context.with_settings(budget_bytes=int(context.settings.budget_share * search.bound_of(eager)))
         search.context = context
     emitted, ran = search.cheapest_within(context.settings.budget_bytes)
-    said = _said(context.model, parts, refused)
-    warnings.warn(said, stacklevel=level_of_user())
-    runs, reports = [], []
-    whole = fx.GraphModule(torch.nn.Module(), fx.Graph())
-    for planned, chosen in zip(parts, emitted, strict=True):
+    runs: dict[torch.nn.Module, RunPart] = {}
+    calls: Counter[torch.nn.Module] = Counter()
+    whole, reports = fx.GraphModule(torch.nn.Module(), fx.Graph()), []
+    for number, (planned, chosen) in enumerate(zip(parts, emitted, strict=True)):
         report = _report_of_part(planned, chosen)
         compiled = Compiled(chosen.graph_module, planned.profiled.captured, chosen.point.plan, report)
         settings = replace(planned.context.settings, budget_bytes=chosen.point.peak_bytes)
-        runs.append((planned.part.module, serve(planned.part, settings, compiled)))
+        runs[planned.part.module] = serve(planned.part, settings, compiled)
+        calls[planned.part.module] += planned.part.num_calls
         reports.append(report)
-        whole.add_module(planned.part.path.replace(".", "_"), chosen.graph_module)
-    parameters = tuple(context.model.parameters())
-    graph = PartsGraph(context.model, context.inputs.spec, tuple(runs), context.autocast, parameters)
-    report = _report(search, reports, ran, eager, said, time.perf_counter() - start)
+        whole.add_module(f"{planned.part.path.replace('.', '_')}_{number}", chosen.graph_module)
+    graph = PartsGraph(
+        model=context.model,
+        runs=tuple(runs.items()),
+        autocast=context.autocast,
+        parameters=tuple(context.model.parameters()),
+        emitted=search.emitted_parts(emitted),
+        way=found.way,
+        num_calls=tuple(calls[module] for module in runs),
+    )
+    report = _report(search, reports, ran, eager, found.said, time.perf_counter() - start)
     return Compiled(whole, cast(CaptureGraph, graph), emitted[0].point.plan, report)
 
 
 def _said(model: torch.nn.Module, parts: Sequence[_PlannedPart], refused: CaptureError) -> str:
     share = num_elements(*(p.part.module for p in parts)) / num_elements(model)
-    paths = [p.part.path for p in parts]
+    paths = list(dict.fromkeys(p.part.path for p in parts))
     named = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
     why = str(refused).partition(". ")[0].rstrip(".")
     return (
-        f"{type(model).__name__} is planned in parts, not as a whole: {len(parts)} with {share:.0%} of its parameters "
+        f"{type(model).__name__} is planned in parts, not as a whole: {len(paths)} with {share:.0%} of its parameters "
         f"({named}), under one budget for all of the step; the rest runs as it is. Why: {why}."
     )
 
@@ -235,7 +301,10 @@ def _planned(part: Part, context: CompileContext) -> _PlannedPart:
     timeline = simulate(profile, plan)
     least_kept = FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds)
     points = frontier_of(profile, own)
-    return _PlannedPart(part, own, profiled, (*points, least_kept) if "recompute" in own.settings.allow else points)
+    if "recompute" in own.settings.allow:
+        points = (*points, least_kept)
+    part = replace(part, inputs=light(part.inputs))  # what is found stays
+    return _PlannedPart(part, replace(own, inputs=part.inputs), profiled, points)
 
 
 def _report_of_part(planned: _PlannedPart, chosen: Emitted) -> Report:
@@ -259,7 +328,7 @@ def _report(
 ) -> Report:
     """Return the report of the whole: its own peaks; times and rows of all parts; timelines of the largest part."""
     model, inputs = search.context.model, search.context.inputs
-    least = search.step_of(search.emitted_at(math.inf))
+    least = search.at(math.inf)[1]
     step_seconds = sum(p.profiled.profile.step_seconds for p in search.parts)
     overhead_seconds = sum(report.overhead_seconds for report in reports)
     rows = [
@@ -283,7 +352,7 @@ def _report(
             inputs_bytes=sum(t.nbytes for t in inputs.tensors),
             optimizer_state_bytes=ran.optimizer_state_bytes,
         ),
-        peak_at="the step as a whole, counted along one way through the model",
+        peak_at="the step as a whole, along the way that the call takes through the model",
         rows=tuple(rows),
         notes=(said, f"timelines and graph are those of the part {search.parts[0].part.path}"),
         _least_bytes=search.bound_of(least),
@@ -292,7 +361,7 @@ def _report(
 
 def _advice(model: torch.nn.Module, found: Sequence[Part]) -> str:
     share = num_elements(*(part.module for part in found)) / num_elements(model)
-    paths = ", ".join(part.path for part in found[:3])
+    paths = ", ".join(list(dict.fromkeys(part.path for part in found))[:3])
     return (
         f"Its parts {paths} can be captured ({share:.0%} of its parameters), but it does not run on fakes to its end: "
         "nothing bounds the step as a whole: optimize them one by one with fxmem.optimize; each budget then bounds a "

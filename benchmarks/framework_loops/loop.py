@@ -8,6 +8,7 @@ optimizer to the last one, so what a loop shows in its first step is planned for
 from __future__ import annotations
 
 import json
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -135,7 +136,8 @@ def loop(framework: str, name: str, *, share: float = 0.7, remedy: Train | None 
 def run(train: Train, folder: Path, budget_bytes: int | None) -> Run:
     """Return the run of ``train``, from one seed, with the warnings of fxmem that it heard."""
     made = Run(folder, budget_bytes)
-    torch.manual_seed(0)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         with made.measuring():

@@ -22,8 +22,9 @@ def graph() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(128, WIDTH), torch.randint(0, 128, (2, 600)), torch.randint(0, 4, (128,))
 
 
-def message_passing(run: Run, kind: str, **options: Any) -> None:
+def message_passing(run: Run, kind: str, *, loops_outside: bool = False, **options: Any) -> None:
     import torch_geometric.nn as pyg
+    from torch_geometric.utils import add_self_loops, remove_self_loops
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -39,15 +40,21 @@ def message_passing(run: Run, kind: str, **options: Any) -> None:
 
     torch.manual_seed(0)
     x, edges, y = graph()
+    if loops_outside:
+        edges, _ = add_self_loops(remove_self_loops(edges)[0], num_nodes=len(x))
     steps(run, run.optimize(Net().train()), lambda model: F.cross_entropy(model(x, edges), y))
 
 
-@loop("PyG", "GCNConv (add_self_loops)")
+def _with_loops_outside(run: Run, kind: str) -> None:
+    message_passing(run, kind, loops_outside=True, add_self_loops=False)
+
+
+@loop("PyG", "GCNConv (add_self_loops)", remedy=lambda run: _with_loops_outside(run, "GCNConv"))
 def gcn(run: Run) -> None:
     message_passing(run, "GCNConv")
 
 
-@loop("PyG", "GATConv (add_self_loops)")
+@loop("PyG", "GATConv (add_self_loops)", remedy=lambda run: _with_loops_outside(run, "GATConv"))
 def gat(run: Run) -> None:
     message_passing(run, "GATConv")
 
@@ -135,8 +142,7 @@ def adaptive_steps(run: Run) -> None:
     ode(run, "dopri5")
 
 
-@loop("snntorch", "Leaky neurons, 10 steps of time")
-def spikes(run: Run) -> None:
+def spiking(run: Run, *, in_buffers: bool = False) -> None:
     import snntorch
 
     class Net(nn.Module):
@@ -155,8 +161,18 @@ def spikes(run: Run) -> None:
             return torch.stack(spoken).mean(0)
 
     torch.manual_seed(0)
-    x, y = torch.rand(32, WIDTH), torch.randint(0, 4, (32,))
-    steps(run, run.optimize(Net().train()), lambda model: F.cross_entropy(model(x), y))
+    x, y, net = torch.rand(32, WIDTH), torch.randint(0, 4, (32,)), Net().train()
+    if in_buffers:
+        for layer, width in ((net.first, 32), (net.second, 4)):
+            vars(layer).pop("reset", None)
+            layer.register_buffer("reset", torch.zeros(32, width), persistent=False)
+        net(x)  # whose first call is another one than those after
+    steps(run, run.optimize(net), lambda model: F.cross_entropy(model(x), y))
+
+
+@loop("snntorch", "Leaky neurons, 10 steps of time", remedy=lambda run: spiking(run, in_buffers=True))
+def spikes(run: Run) -> None:
+    spiking(run)
 
 
 def coded(run: Run, quantizer: nn.Module) -> None:

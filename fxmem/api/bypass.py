@@ -2,15 +2,17 @@
 
 An optimized model gives out its submodules as they are. Whoever asks for one in training mode may be about to call it: from
 then to the model's next planned call a hook looks at all modules' calls (:func:`look`). Who calls a submodule in that time
-has gone around the plan, and hears of it once, by the name of the method or the submodule.
+has gone around the plan, and hears of it once, by the name of the method or the submodule; a forward that was set on the
+model (:mod:`fxmem.api.set_forward`) is planned from then on.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +81,27 @@ def planned_call(model_id: int) -> Iterator[None]:
         _WATCH.planned_calls -= 1
 
 
+class _Around(threading.local):
+    """Forwards that were set on optimized models and run now, the innermost last."""
+
+    def __init__(self) -> None:
+        self.running: list[tuple[int, Callable[[str], None]]] = []
+
+
+_AROUND = _Around()
+
+
+@contextmanager
+def submodules_told_to(model_id: int, told: Callable[[str], None]) -> Iterator[None]:
+    """In the body, a forward that was set on the optimized model of this id, call ``told`` with the path of a submodule
+    that is called around the plan."""
+    _AROUND.running.append((model_id, told))
+    try:
+        yield
+    finally:
+        _AROUND.running.pop()
+
+
 def _look_at_call(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
     if torch.compiler.is_compiling() or _WATCH.planned_calls or not (module.training and torch.is_grad_enabled()):
         return
@@ -92,7 +115,11 @@ def _look_at_call(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             path = next((name for name, part in model.named_modules() if part is module), None)
             if path is not None:
                 _WATCH.drop(model_id)
-                _tell(model, path, method_running(model))
+                told = next((told for running_id, told in reversed(_AROUND.running) if running_id == model_id), None)
+                if told is not None:
+                    told(path)
+                else:
+                    _tell(model, path, method_running(model))
 
 
 def _tell(model: torch.nn.Module, path: str, method: str | None) -> None:

@@ -17,17 +17,19 @@ import torch
 from torch import fx
 
 from fxmem.api.background import Searches
+from fxmem.api.planning_hints import PlanningHints
 from fxmem.api.size_families import Family, LazyReport, SizedPlan, taken_over
-from fxmem.capture.advice import Part
+from fxmem.capture.advice import Part, real_like
 from fxmem.capture.dynamic_batch import Shapes, largest_batch, resized, shapes_of
 from fxmem.capture.export import fitting
 from fxmem.capture.graph import CaptureGraph, Inputs
-from fxmem.capture.guards import ModelStates, arguments_of, constants_of
+from fxmem.capture.guards import ModelStates, arguments_of
+from fxmem.capture.ways import Way
 from fxmem.capture.written_state import Before
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
 from fxmem.ir import Plan
 from fxmem.microbatch import compile_in_pieces
-from fxmem.partial import RunPart, Serve, compile_in_parts, run_part
+from fxmem.partial import FoundParts, PartsGraph, RunPart, Serve, along_way_of, compile_in_parts, find_parts, run_part
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
@@ -39,10 +41,6 @@ from fxmem.runtime.backend_flags import present
 from fxmem.runtime.other_sizes import OtherStructureError
 from fxmem.torch_patches import as_in_training
 from fxmem.user_frames import level_of_user
-
-MANY_SPECIALIZATIONS = MANY_STATES = MANY_CONSTANTS = MANY_SIZES = 8
-"""Of one signature, by the values of inputs, of a model, by its attributes, of its arguments that are no tensors, or of
-these by size: here the user hears that planning each takes time."""
 
 
 class CompileCache:
@@ -61,10 +59,12 @@ class CompileCache:
         """By id: what is compiled for larger sizes and has not run yet at the size that it is noted for."""
         self._alone: set[tuple[Any, ...]] = set()
         """Signatures that no plan of a larger size serves."""
-        self._constants: set[Any] = set()
+        self._hints = PlanningHints(type(model).__name__)
         self._searches = Searches(type(model).__name__)
         self._of_parts: dict[str, CompileCache] = {}
         """By path, where the model cannot be captured whole."""
+        self._found: dict[tuple[Any, ...], FoundParts] = {}
+        """By signature, what can be planned of such a model."""
 
     def for_step(self, step: TrainingStep) -> CompileCache:
         """Return a cache for another step of the same model, which shares captured graphs, targets and the numbers of the
@@ -72,7 +72,7 @@ class CompileCache:
         other = CompileCache(self._model, replace(self._settings, step=self.with_targets(step)))
         other._states = self._states
         other._searches = Searches(type(self._model).__name__, self._searches)
-        other._expected = self._expected
+        other._expected, other._found = self._expected, self._found
         other._families = {kind: family.without_plans() for kind, family in self._families.items()}
         return other
 
@@ -124,15 +124,22 @@ class CompileCache:
         return compiled
 
     def run(
-        self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None, held_bytes: int = 0
+        self,
+        compiled: Compiled,
+        inputs: Inputs,
+        autocast: Autocast | None,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        held_bytes: int = 0,
     ) -> tuple[Any, Sequence[Any]]:
-        """Return the model's output for ``inputs`` and its leaves, computed by what was found or made for them.
-        ``held_bytes``: of earlier outputs that are alive.
+        """Return the model's output for ``inputs`` and its leaves, computed by what was found or made for them. ``call``:
+        the arguments that they are of. ``held_bytes``: of earlier outputs that are alive.
 
         The first call of a size that was not planned for is tried: where the graph does otherwise than planned, what it
         wrote is put back, and the size gets a plan of its own.
         """
-        captured = compiled.captured
+        captured: CaptureGraph | PartsGraph = compiled.captured
+        if isinstance(captured, PartsGraph):
+            return captured.run_call(*call)
         if id(compiled) not in self._untried:
             return compiled.run(inputs.leaves, held_bytes)
         before = Before(captured, inputs.leaves)
@@ -173,7 +180,7 @@ class CompileCache:
             after = self._signature(inputs, autocast)
             if after != signature:  # a first forward may leave something in the model's configs that later ones find
                 self._compiled.setdefault(after, []).append(compiled)
-        self._warn_of_many(inputs, specializations)
+        self._hints.note(inputs, len(specializations), self._states.count)
         return compiled
 
     def adopt(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> Compiled:
@@ -225,40 +232,8 @@ class CompileCache:
             specializations[:] = [compiled for compiled in specializations if holds(compiled.captured)]
         for key in [key for key, family in self._families.items() if not family.outlives(holds)]:
             del self._families[key]
-
-    def _warn_of_many(self, inputs: Inputs, specializations: list[Compiled]) -> None:
-        """Warn where what is planned for anew again and again could be told apart by tensors."""
-        name = type(self._model).__name__
-        if len(specializations) == 1 and self._states.count == MANY_STATES:
-            warnings.warn(
-                f"{name} was called with its attributes in {MANY_STATES} different states (the values of a counter or of a "
-                "schedule, perhaps); each is captured and planned anew. Keep counters out of the model, and what changes "
-                "from step to step in a buffer or an argument that is a tensor.",
-                stacklevel=level_of_user(),
-            )
-        constants = constants_of(inputs)
-        if constants not in self._constants:
-            self._constants.add(constants)
-            if len(self._constants) == MANY_CONSTANTS:
-                warnings.warn(
-                    f"{name} was called with {MANY_CONSTANTS} different values of arguments that are no tensors; each is "
-                    "captured and planned anew. Pass what changes from step to step as a tensor.",
-                    stacklevel=level_of_user(),
-                )
-        if len(specializations) == MANY_SPECIALIZATIONS:
-            warnings.warn(
-                f"{name} looks at values of its inputs and took {MANY_SPECIALIZATIONS} different ways for calls of one "
-                "signature; each is planned anew. Move what looks at values out of the model.",
-                stacklevel=level_of_user(),
-            )
-
-    def _warn_of_sizes(self) -> None:
-        warnings.warn(
-            f"{type(self._model).__name__} came in {MANY_SIZES} sizes, each larger somewhere than those before, and was "
-            "planned for each. Plan for the largest at once, and all smaller ones run under that plan: "
-            "fxmem.prepare(model, dataloader).",
-            stacklevel=level_of_user(),
-        )
+        for key in [key for key, found in self._found.items() if not all(map(holds, found.graphs))]:
+            del self._found[key]
 
     def _signature(self, inputs: Inputs, autocast: Autocast | None, *, with_sizes: bool = True) -> tuple[Any, ...]:
         """Return what a plan depends on; without ``with_sizes``, what a graph with symbolic dimensions does."""
@@ -295,12 +270,13 @@ class CompileCache:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
         self._settings = self._settings.seen_with(inputs.leaves)
         family = self._family(inputs, autocast)
+        found = self._found.get(self._signature(inputs, autocast))
+        if found is not None:
+            return self._compile_in_parts(inputs, autocast, found)
         try:
             captured = family.graph_for(self._model, inputs, autocast)
         except CaptureError as refused:
-            settings = replace(self._settings, background=False)
-            context = CompileContext(self._model, inputs, settings, autocast)
-            return compile_in_parts(context, refused, self._serve_part(autocast))
+            return self._compile_in_parts(inputs, autocast, refused)
         larger = family.larger(inputs, captured) if self._settings.budget_share is None else None
         if larger is not None:
             with suppress(InfeasibleBudgetError):  # its own size may fit
@@ -336,9 +312,34 @@ class CompileCache:
             family.planned.append(compiled.planned)
         self._searches.note(compiled)
         family.plans.append(SizedPlan(compiled, shapes_of(inputs)))
-        if len(family.plans) == MANY_SIZES:
-            self._warn_of_sizes()
+        self._hints.note_sizes(len(family.plans))
         return compiled
+
+    def _compile_in_parts(
+        self, inputs: Inputs, autocast: Autocast | None, found: FoundParts | CaptureError
+    ) -> Compiled:
+        """Compile the parts that were ``found``, or are found now, as the whole cannot be captured."""
+        context = CompileContext(self._model, inputs, replace(self._settings, background=False), autocast)
+        if isinstance(found, FoundParts):
+            return compile_in_parts(context, found, self._serve_part(autocast))
+        anew = self._found[self._signature(inputs, autocast)] = find_parts(context, found)
+        compiled = compile_in_parts(context, anew, self._serve_part(autocast))
+        warnings.warn(anew.said, stacklevel=level_of_user())
+        return compiled
+
+    def follow_way(self, inputs: Inputs, autocast: Autocast | None) -> Way | None:
+        """Let plans to come be for the way that a call with ``inputs`` takes, and forget those that are there; return the
+        way if it can be followed."""
+        signature = self._signature(inputs, autocast)
+        known = self._found.get(signature)
+        if known is None:
+            return None
+        found = along_way_of(CompileContext(self._model, inputs, self._settings, autocast), known)
+        if found is None:
+            return None
+        self._found[signature] = found
+        self._compiled.pop(signature, None)
+        return found.way
 
     def _serve_part(self, autocast: Autocast | None) -> Serve:
         """Return what keeps the plans of a part of the model, one cache for each part."""
@@ -347,11 +348,19 @@ class CompileCache:
             cache = self._of_parts.get(part.path)
             if cache is None or cache._model is not part.module:
                 cache = self._of_parts[part.path] = CompileCache(part.module, settings)
-            signature = cache._signature(part.inputs, autocast)
+            signature = cache._signature(real_like(part.inputs), autocast)
             cache._compiled.setdefault(signature, []).insert(0, compiled)
-            return run_part(part.module, lambda inputs: cache.find(inputs, autocast) or cache.make(inputs, autocast))
+            return run_part(part.module, lambda inputs: cache.find(inputs, autocast) or cache._made(inputs, autocast))
 
         return serve
+
+    def _made(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
+        """Compile for a call of a part that the plan of the whole does not have; if need be with the least peak."""
+        try:
+            return self.make(inputs, autocast)
+        except InfeasibleBudgetError as error:
+            self.raise_budget(error.least_bytes)
+            return self.make(inputs, autocast)
 
     def _largest_batch(self, captured: CaptureGraph, inputs: Inputs, budget_bytes: int) -> int:
         """Return the largest size of the dynamic dimensions at which some plan fits."""

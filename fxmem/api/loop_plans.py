@@ -3,7 +3,8 @@
 In: training calls. Out: what is compiled for each, in the step it is a part of. Planned for first is the step asked for;
 what :class:`~fxmem.api.step_watch.StepWatch` sees beyond it is planned for from then on: gradients that are there as a call
 begins, at that very call; other forwards, backwards and names, which show in a whole step, at the next. Where that step
-went over the budget, or no plan keeps it, one warning tells its peak and what to do.
+went over the budget, or no plan keeps it, one warning tells its peak and what to do. A model that is planned in parts may
+call these more often than planned for, which shows in a forward, and is planned for from the next one on.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,6 +24,7 @@ from fxmem.api.step_watch import StepWatch
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import Phase, Plan
+from fxmem.partial import PartsGraph
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, peak_of
 from fxmem.profiling.seen_loss import OtherSizeError, SeenLoss
@@ -34,6 +36,12 @@ from fxmem.user_frames import level_of_user, modules_called
 
 MOST_LOSSES = 4
 """That are seen anew, each at a size at which the one before does not run."""
+MOST_WAYS = 8
+"""Through a model that is planned in parts, each with more calls of these than the one before."""
+
+
+FOLLOWED = CaptureGraph | PartsGraph
+"""What is planned for other steps than the one asked for."""
 
 
 class LoopPlans:
@@ -60,6 +68,7 @@ class LoopPlans:
         self._loss_watch = None if settings.step.loss_fn is not None else LossWatch()
         """None where the loss is known."""
         self._num_losses = 0
+        self._num_ways = 0
 
     # -- as a CompileCache is used --------------------------------------------------------------------------------------
 
@@ -98,13 +107,14 @@ class LoopPlans:
 
     # -- training calls --------------------------------------------------------------------------------------------------
 
-    def run(self, inputs: Inputs, autocast: Autocast | None) -> Any:
-        """Return the model's output for a training call, under the plan of its step."""
+    def run(self, inputs: Inputs, autocast: Autocast | None, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Return the model's output for a training call, under the plan of its step. ``call``: the arguments that
+        ``inputs`` are of."""
         watch = self._loss_watch
         if watch is not None:
             watch.stop()
         compiled = self.for_call(inputs, autocast)
-        output, leaves = self._latest.run(compiled, inputs, autocast, self._held_bytes)
+        output, leaves = self._latest.run(compiled, inputs, autocast, call, self._held_bytes)
         self._note(compiled, inputs, leaves)
         return output
 
@@ -123,15 +133,15 @@ class LoopPlans:
             call = self._watch.note(leaves)
             if self._loss_watch is not None and self._is_inside_another():
                 self._loss_watch = None  # what comes after is the rest of that model, not a loss
-            if self._loss_watch is not None and isinstance(compiled.captured, CaptureGraph):
+            if self._loss_watch is not None and isinstance(compiled.captured, FOLLOWED):
                 self._loss_watch.note_call(call, compiled.captured.parameters, inputs.leaves, leaves)
 
     def for_call(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for a training call, compiling it on first sight. Errors: as :func:`fxmem.optimize` tells
         of the step asked for."""
         latest = self.asked.latest
-        if not self._is_bounded or latest is None or not isinstance(latest.captured, CaptureGraph):
-            self._watch.look()  # a model in parts is planned for the step asked for alone
+        if not self._is_bounded or latest is None or not isinstance(latest.captured, FOLLOWED):
+            self._watch.look()  # a model in pieces is planned for the step asked for alone
             return self._compiled(self._settings.step, inputs, autocast)
         held_bytes = self._held_bytes = self._watch.look()
         if self._watch.is_new_step:
@@ -160,7 +170,8 @@ class LoopPlans:
         if not step.accumulate and self._gradients_are_there():
             step = replace(step, accumulate=True)
         compiled = self._compiled(step, inputs, autocast)
-        if held_bytes and not step.loop.carried and held_bytes > self._room(compiled):
+        may_be_carried = self._watch.is_new_step or not isinstance(compiled.captured, PartsGraph)
+        if held_bytes and may_be_carried and not step.loop.carried and held_bytes > self._room(compiled):
             loop = replace(step.loop, carried=True, keeps_output=True)
             self._turn_to(replace(self._step, loop=loop), inputs, autocast)
             compiled = self._compiled(replace(step, loop=loop), inputs, autocast)
@@ -177,7 +188,8 @@ class LoopPlans:
         self._latest = cache
         compiled = cache.find(inputs, autocast)
         if compiled is not None:
-            return compiled
+            went_further = isinstance(compiled.captured, PartsGraph) and compiled.captured.went_further
+            return self._followed(cache, compiled, step, inputs, autocast) if went_further else compiled
         check_alone(self._model)
         if cache is self.asked:
             return cache.make(inputs, autocast)
@@ -186,6 +198,7 @@ class LoopPlans:
             earlier = self.asked.find(inputs, autocast)
             if (
                 earlier is not None
+                and isinstance(earlier.captured, CaptureGraph)
                 and is_of_own_size(earlier)
                 and self._peak_of(earlier, step, inputs, autocast) <= budget_bytes
             ):
@@ -200,6 +213,44 @@ class LoopPlans:
             rest = f"the least that a plan reaches is {_mb(least)}. Raise the budget to {least} bytes to keep it"
             self._warn(_said_of(self._settings.step, step), seen_bytes or least, error.budget_bytes, rest, step)
             return cache.make(inputs, autocast)
+
+    def _followed(
+        self,
+        cache: CompileCache,
+        compiled: Compiled,
+        step: TrainingStep,
+        inputs: Inputs,
+        autocast: Autocast | None,
+    ) -> Compiled:
+        """Plan for the way that this call takes, as the one before called parts more often than was planned for."""
+        graph = cast(PartsGraph, compiled.captured)
+        num_before, num_latest = sum(graph.num_calls), sum(graph.latest_calls)
+        graph.latest_calls.clear()
+        self._num_ways += 1
+        way = cache.follow_way(inputs, autocast) if self._num_ways <= MOST_WAYS else None
+        if way is None:
+            return compiled
+        settings = replace(self._settings, step=self.asked.with_targets(step))
+        seen_bytes = graph.peak_bytes(CompileContext(self._model, inputs, settings, autocast), way)
+        budget_bytes = self._settings.budget_bytes
+        try:
+            new = cache.make(inputs, autocast)
+            rest = f"from now on it is planned for, with a peak of {_mb(new.report.predicted_peak_bytes)}"
+        except InfeasibleBudgetError as error:
+            least = error.least_bytes
+            cache.raise_budget(least)
+            new = cache.make(inputs, autocast)
+            rest = f"the least that a plan reaches is {_mb(least)}. Raise the budget to {least} bytes to keep it"
+        if budget_bytes is not None and seen_bytes > budget_bytes and "way" not in self._warned:
+            self._warned.add("way")
+            warnings.warn(
+                f"{type(self._model).__name__}: parts of it were called {num_latest} times in a forward, planned for were "
+                f"{num_before}: values decide that; the step's peak is {seen_bytes} bytes ({_mb(seen_bytes)}), above the "
+                f"budget of {budget_bytes} bytes: {rest}. To plan for it from the first step on, pass an example that "
+                "calls them as often.",
+                stacklevel=level_of_user(),
+            )
+        return new
 
     def _turn_to(self, to: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> None:
         """Plan for step ``to`` from now on; warn if the one that showed it went over the budget."""
@@ -220,7 +271,9 @@ class LoopPlans:
     def _peak_of(self, compiled: Compiled, step: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> int:
         """Return the peak in bytes of ``step`` under what is compiled for another one."""
         settings = replace(self._settings, step=self.asked.with_targets(step))
-        return peak_of(compiled, CompileContext(self._model, inputs, settings, autocast))
+        context = CompileContext(self._model, inputs, settings, autocast)
+        graph: Any = compiled.captured
+        return graph.peak_bytes(context) if isinstance(graph, PartsGraph) else peak_of(compiled, context)
 
     def _look_at_loss(self) -> None:
         """Take note of a loss that was seen in the step before."""
@@ -277,8 +330,10 @@ class LoopPlans:
 
     def _room(self, compiled: Compiled) -> int:
         if self._roomy[0] is not compiled:
-            steps = report_planned_for(compiled).timeline.steps
-            most = max((step.live_bytes for step in steps if step.phase is Phase.FORWARD), default=0)
+            report = report_planned_for(compiled)
+            steps = [step.live_bytes for step in report.timeline.steps if step.phase is Phase.FORWARD]
+            in_parts = isinstance(compiled.captured, PartsGraph)  # timelines are those of one part
+            most = report.predicted_peak_bytes if in_parts else max(steps, default=0)
             self._roomy = compiled, (compiled.report.budget_bytes or 0) - most
         return self._roomy[1]
 

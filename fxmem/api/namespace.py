@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -38,6 +39,10 @@ class Namespace:
     def __init__(self, original: torch.nn.Module, settings: Settings) -> None:
         self.original, self.settings = original, settings
         self.methods: dict[str, Namespace] = {}
+        self.set_forwards: dict[Callable[..., Any], Namespace] = {}
+        """By function, the same for forwards that were set on the optimized module and go around its own."""
+        self.said_of: dict[Callable[..., Any], str] = {}
+        """Of those whose user has not heard of it, the path of the submodule that they call."""
         self.plans = LoopPlans(original, settings)
         self.choice = ""
         """With ``backend="auto"``: what was chosen, and why."""
@@ -75,7 +80,7 @@ class Namespace:
         region = Autocast.of(device_of(self.original).type)
         with explaining(self.explain):
             try:
-                return self.plans.run(inputs, region)
+                return self.plans.run(inputs, region, (args, kwargs))
             except torch.OutOfMemoryError as error:
                 self.explain(error)
                 raise
@@ -85,12 +90,17 @@ class Namespace:
         latest = self.plans.latest
         add_post_mortem(error, self.original, None if latest is None else latest.report)
 
+    def raise_budget(self, budget_bytes: int) -> None:
+        """Plan within this budget from now on."""
+        self.settings = replace(self.settings, budget_bytes=budget_bytes, budget_share=None)
+        self.plans = LoopPlans(self.original, self.settings)
+
     def plan_anew(self, step: TrainingStep) -> None:
         """Forget all plans; those to come are for ``step``, of this method and the others."""
         step = replace(step, in_backward=self.settings.step.in_backward)
         self.settings = replace(self.settings, step=step)
         self.plans, self._elsewhere = LoopPlans(self.original, self.settings), None
-        for method in self.methods.values():
+        for method in (*self.methods.values(), *self.set_forwards.values()):
             method.plan_anew(step)
 
     def prepare(self, example_args: Any = None, example_kwargs: dict[str, Any] | None = None) -> Report:
@@ -167,6 +177,9 @@ class Namespace:
 
     def _latest(self) -> Compiled:
         if self.plans.latest is None:
+            for other in self.set_forwards.values():
+                if other.is_planned:
+                    return other._latest()
             raise NotPlannedError(
                 "this module has no plan yet: pass example_args to fxmem.optimize, or call it once in training mode"
             )

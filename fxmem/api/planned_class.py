@@ -33,10 +33,11 @@ from torch import fx
 
 from fxmem.api.bypass import look, planned_call
 from fxmem.api.namespace import Namespace
+from fxmem.api.set_forward import as_set
+from fxmem.api.twins import HOOKS, Own, twin_of, with_method
 from fxmem.errors import InputError, in_units
 from fxmem.passes.context import Settings
 
-HOOKS = tuple(n for n in vars(torch.nn.Module()) if "hook" in n and "state_dict" not in n)
 OWN = (*HOOKS, "_compiled_call_impl", "forward")
 """Names that an optimized module and its original each have for themselves."""
 OLD_NAMES = frozenset({"graph_module", "original", "plan", "report"})
@@ -45,22 +46,7 @@ OLD_NAMES = frozenset({"graph_module", "original", "plan", "report"})
 Forward = Callable[..., Any]
 
 
-class _Own:
-    """An attribute that is kept with the class, which is this one module's, not with what original and module share."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, module: FxMemModule | None, owner: type[FxMemModule]) -> Any:
-        if module is None:
-            return getattr(torch.nn.Module, self._name, None)
-        return owner._fxmem_own[self._name]
-
-    def __set__(self, module: FxMemModule, value: Any) -> None:
-        type(module)._fxmem_own[self._name] = value
-
-
-class _Forward(_Own):
+class _Forward(Own):
     """The planned forward, or what was put in its place. By its signature, which is the original's, trainers choose
     columns."""
 
@@ -80,6 +66,9 @@ class _Forward(_Own):
         if own.get("like", (None,))[0] is not before:
             own["like"] = before, _with_signature(self._planned, before, bound=True)
         return MethodType(own["like"][1], module)
+
+    def __set__(self, module: FxMemModule, value: Any) -> None:
+        super().__set__(module, as_set(module, value))
 
     def __delete__(self, module: FxMemModule) -> None:
         if type(module)._fxmem_own.pop("forward", None) is None:
@@ -179,7 +168,7 @@ class FxMemModule(torch.nn.Module):
 
 for _name in OWN:
     if _name != "forward":
-        setattr(FxMemModule, _name, _Own(_name))
+        setattr(FxMemModule, _name, Own(_name))
 
 
 def optimized(model: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> FxMemModule:
@@ -195,7 +184,7 @@ def namespace_for(original: torch.nn.Module, settings: Settings, methods: Sequen
     planned.step_in_backwards()
     for name in methods:
         if name != "forward":
-            planned.methods[name] = Namespace(_with_forward(original, name), settings)
+            planned.methods[name] = Namespace(with_method(original, name), settings)
     return planned
 
 
@@ -248,13 +237,6 @@ def restored(module: FxMemModule) -> torch.nn.Module:
     return module if kind._fxmem_in_place else original
 
 
-def twin_of(model: torch.nn.Module, kind: type[torch.nn.Module] | None = None) -> torch.nn.Module:
-    """Return another object that is ``model``, of class ``kind``, by default of the same."""
-    made = object.__new__(kind or type(model))
-    object.__setattr__(made, "__dict__", model.__dict__)
-    return made
-
-
 def class_for(planned: Namespace, *, in_place: bool) -> type[FxMemModule]:
     """Return the class of the one optimized module that ``planned`` is of."""
     kind = type(planned.original)
@@ -302,32 +284,6 @@ def _let_go(kind: weakref.ref[type[FxMemModule]]) -> None:
         held._fxmem.step_after_backwards()
         del held._fxmem
         held._fxmem_own.clear()
-
-
-class _WithForward(torch.nn.Module):
-    """A model whose forward is another one of its methods, around which no hooks run."""
-
-    _fxmem_own: dict[str, Any]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Nothing, as for :class:`FxMemModule`."""
-
-
-for _name in HOOKS:
-    setattr(_WithForward, _name, _Own(_name))
-
-
-def _with_forward(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    """Return another object that is ``model``, but whose forward is its method ``name``."""
-    kind, method = type(model), getattr(model, name)
-    members = {
-        "__module__": kind.__module__,
-        "__call__": torch.nn.Module.__call__,
-        "_fxmem_own": {n: v for n, v in vars(torch.nn.Module()).items() if n in HOOKS},
-        "forward": getattr(method, "__func__", None) or staticmethod(method),
-    }
-    label = f"{kind.__name__}.{name}"
-    return twin_of(model, types.new_class(label, (_WithForward, kind), {}, lambda own: own.update(members)))
 
 
 def _planned(method: Forward, name: str) -> Forward:

@@ -1,33 +1,58 @@
 """Which parts of a model can be captured where the whole cannot.
 
-The model is run on fakes, on which every number reads as 1 and every condition as false, or else as true, so that it
-takes one of its ways; the calls of its submodules are noted. From the largest part down, each that was called is captured
-by itself.
+The model is run on fakes, the way that the call takes (:mod:`fxmem.capture.ways`); the calls of its submodules are noted.
+From the largest part down, each that was called is captured by itself.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Inputs
+from fxmem.capture.ways import Way, is_of_integers, ways_of
 from fxmem.errors import FxMemError
-from fxmem.fake.fake_tensors import BranchReads, FakeWorld, ScalarReads
+from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.modes import FewLooks, TooManyLooks
 from fxmem.fake.python_state import tensors_restored
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import quiet
-from fxmem.torch_private import without_modes
+from fxmem.torch_private import FakeTensor, without_modes
 
 MOST_PARTS = 64
 SEARCH_SECONDS = 60.0
+MOST_KINDS = 4
+"""Of a part's calls, each of which has a graph of its own; others run as they are, or are planned for when they come."""
 MOST_LOOKS = 1_000
 """At values, by a model that is run on fakes to see what its parts are called with."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Calls of a submodule that are alike but for values."""
+
+    inputs: Inputs
+    count: int = 0
+
+
+Calls = dict[str, dict[tuple[Any, ...], _Kind]]
+"""By the path of a submodule and the kind of its calls."""
+
+
+def kind_of_call(inputs: Inputs) -> tuple[Any, ...]:
+    """Return what calls with arguments like these have in common on fakes."""
+    leaves = (
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in inputs.leaves
+    )
+    return inputs.spec, *leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +62,24 @@ class Part:
     path: str
     module: torch.nn.Module
     inputs: Inputs
-    """Zeros like the arguments of its first call."""
+    """Arguments like those of its calls of one kind: integers as they were, where they are known, else zeros."""
     captured: CaptureGraph
     num_calls: int
-    """In one forward of the model."""
+    """Of this kind, in one forward of the model."""
 
 
 def capturable_parts(
     model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None = None
-) -> tuple[tuple[Part, ...], bool | None]:
+) -> tuple[tuple[Part, ...], Way | None]:
     """Return the largest submodules that can be captured by themselves, none inside another, in the order of their size;
-    with it, what conditions are to be for the model to run on fakes to its end, or None if it does not."""
+    with it, a way on which the model runs on fakes to its end, or None if it does not."""
     deadline = time.monotonic() + SEARCH_SECONDS
     found: list[Part] = []
-    calls: dict[str, list[Inputs]] = {}
-    for answer in (False, True):
+    calls: Calls = {}
+    for way in ways_of(model, inputs, autocast):
         world = FakeWorld(inputs.leaves)
         with quiet(), tensors_restored(model), world.state_of(model):
-            seen, to_the_end = _calls(model, world, inputs, autocast, answer)
+            seen, to_the_end = _calls(model, world, inputs, autocast, way)
         calls = seen if to_the_end else seen | calls
         if to_the_end:
             break
@@ -65,27 +90,55 @@ def capturable_parts(
         modules = [other.module for other in found]
         if num_elements(part, *modules) == num_elements(*modules):
             continue  # another name for what is there, or for a part of it
-        captured = _captured(part, calls[path][0], autocast) if path in calls else None
-        if captured is not None:
-            found.append(Part(path, part, calls[path][0], captured, len(calls[path])))
+        kinds = [
+            Part(path, part, kind.inputs, captured, kind.count)
+            for kind in list(calls.get(path, {}).values())[:MOST_KINDS]
+            if (captured := _captured(part, kind.inputs, autocast)) is not None
+        ]
+        if kinds:
+            found += kinds
         else:
             candidates += [(f"{path}.{name}", child) for name, child in part.named_children()]
-    return tuple(found), answer if to_the_end else None
+    return tuple(found), way if to_the_end else None
+
+
+def followed(
+    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, parts: Sequence[Part]
+) -> tuple[tuple[Part, ...], Way] | None:
+    """Return ``parts`` with their calls along the way that a call of ``model`` takes, and that way; None where it cannot
+    be told."""
+    way, world = ways_of(model, inputs, autocast)[0], FakeWorld(inputs.leaves)
+    if way.looks is None:
+        return None
+    with quiet(), tensors_restored(model), world.state_of(model):
+        calls, to_the_end = _calls(model, world, inputs, autocast, way)
+    if not to_the_end:
+        return None
+
+    def along_it(part: Part) -> Part:
+        kind = calls.get(part.path, {}).get(kind_of_call(part.inputs))
+        return replace(part, num_calls=0 if kind is None else kind.count)
+
+    return tuple(map(along_it, parts)), way
 
 
 def _calls(
-    model: torch.nn.Module, world: FakeWorld, inputs: Inputs, autocast: Autocast | None, answer: bool
-) -> tuple[dict[str, list[Inputs]], bool]:
-    """Return the arguments of the calls of each submodule, as far as a run on fakes comes, and whether that is the end."""
-    calls: dict[str, list[Inputs]] = {}
+    model: torch.nn.Module, world: FakeWorld, inputs: Inputs, autocast: Autocast | None, way: Way
+) -> tuple[Calls, bool]:
+    """Return the calls of each submodule, as far as a run on fakes comes, and whether that is the end."""
+    calls: Calls = {}
+    numbers: Counter[str] = Counter()
     to_the_end = False
 
     def noting(path: str) -> Any:
         def note(part: torch.nn.Module, args: Any, kwargs: Any) -> None:
             with suppress(FxMemError):
                 given = Inputs.of(args, kwargs, part)
-                known = calls.setdefault(path, [])
-                known.append(known[0] if known else Inputs(tuple(map(_zeros_like, given.leaves)), given.spec))
+                kinds, kind = calls.setdefault(path, {}), kind_of_call(given)
+                if kind not in kinds:
+                    kinds[kind] = _Kind(real_like(given, way.given_to(path, numbers[path])))
+                kinds[kind].count += 1
+                numbers[path] += 1
 
         return note
 
@@ -99,18 +152,33 @@ def _calls(
             stack.callback(hook.remove)
         stack.enter_context(world.active(model))
         stack.enter_context(ScalarReads())
-        stack.enter_context(BranchReads(answer))
+        stack.enter_context(way.taken(inputs.leaves, fakes.leaves))
         stack.enter_context(autocast.enter() if autocast else nullcontext())
         stack.enter_context(suppress(Exception, TooManyLooks))  # what cannot run on fakes either ends the search there
-        stack.enter_context(FewLooks(MOST_LOOKS))
+        stack.enter_context(FewLooks(MOST_LOOKS if way.looks is None else len(way.looks)))
         model(*args, **kwargs)
         to_the_end = True
     return calls, to_the_end
 
 
+def real_like(fakes: Inputs, known: tuple[Any, ...] = ()) -> Inputs:
+    """Return real arguments like ``fakes``; ``known``: their integers and flags, if they were seen."""
+    if len(known) != len(fakes.leaves):
+        known = (None,) * len(fakes.leaves)
+    pairs = zip(fakes.leaves, known, strict=True)
+    alike = [(fake, real) if real is not None and real.shape == fake.shape else (fake, None) for fake, real in pairs]
+    return Inputs(tuple(_zeros_like(fake) if real is None else real for fake, real in alike), fakes.spec)
+
+
+def light(inputs: Inputs) -> Inputs:
+    """Return arguments like ``inputs`` that take no memory: fakes, but for integers and flags, which are kept."""
+    world = FakeWorld(inputs.leaves)
+    return Inputs(tuple(leaf if is_of_integers(leaf) else world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
+
+
 def _zeros_like(value: Any) -> Any:
     """Return a real tensor like a fake one: a part is captured as its calls in training are."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, FakeTensor):
         return value
     with without_modes(), torch.no_grad():
         zeros = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()

@@ -19,7 +19,7 @@ from fxmem.runtime.recompute import RandomStates, set_random_states, stash_rando
 from fxmem.runtime.scoped_ops import op_of
 from fxmem.torch_private import OpOverload, schema_of
 
-_UNSAID = {
+UNSAID = {
     **{op: fact.places for op, fact in by_op(WritesUnsaid).items()},
     **{op: fact.places for op, fact in by_op(UpdatesOnly).items()},
 }
@@ -56,7 +56,7 @@ def _written_roots(node: fx.Node) -> Iterator[fx.Node]:
     op = op_of(node.target)
     if not isinstance(op, OpOverload):
         return
-    unsaid = _UNSAID.get(op, ())
+    unsaid = UNSAID.get(op, ())
     for place, argument in enumerate(schema_of(op).arguments):
         if argument.is_write or place in unsaid:
             value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)

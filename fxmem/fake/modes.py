@@ -24,14 +24,14 @@ class FewLooks(TorchDispatchMode):
         self._left = most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _FROM_VALUES & set(func.tags):
+        if FROM_VALUES & set(func.tags):
             self._left -= 1
             if self._left < 0:
                 raise TooManyLooks
         return func(*args, **(kwargs or {}))
 
 
-_FROM_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+FROM_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class DataRead(TorchFunctionMode):

@@ -198,6 +198,8 @@ class MissingFake:
 
     kernel: str
     """The function's name: it makes the result."""
+    bounds: bool = False
+    """Whether the result's size follows from values: what the fake makes is an upper bound."""
 
 
 @dataclass(frozen=True, slots=True)

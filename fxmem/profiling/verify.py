@@ -6,18 +6,20 @@ In: a callable of fake leaves, the modules whose state it uses, loss and optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
+from fxmem.capture.advice import kind_of_call
 from fxmem.capture.graph import CaptureGraph, Inputs, state_as_moved
 from fxmem.capture.value_guards import seeing_values
+from fxmem.capture.ways import Masks, Way
 from fxmem.errors import InputError, VerificationError
-from fxmem.fake.fake_tensors import BranchReads, FakeWorld, ScalarReads
+from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.ir import Phase, Timeline, Verification
 from fxmem.profiling.caching_allocator import StepEvents, StepLog
@@ -116,27 +118,50 @@ def eager_step(
         return _ran(_Subject(forward, model, model), captured, inputs, step, seen, watching)
 
 
+@dataclass(frozen=True, slots=True)
+class EmittedPart:
+    """A submodule, and the graph that its calls with arguments like ``inputs`` run."""
+
+    module: torch.nn.Module
+    inputs: Inputs
+    captured: CaptureGraph
+    graph_module: fx.GraphModule
+
+
+def _run_as_emitted(
+    module: torch.nn.Module, parts: Sequence[EmittedPart], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return what a call of ``module`` on fakes returns; of a kind that no graph was emitted for, as it is."""
+    given = Inputs.of(args, kwargs, module)
+    kind = kind_of_call(given)
+    for part in parts:
+        if part.module is module and kind_of_call(part.inputs) == kind:
+            return part.captured.call(part.graph_module, given.leaves)
+    return module(*args, **kwargs)
+
+
 def step_in_parts(
     model: torch.nn.Module,
-    parts: Sequence[tuple[torch.nn.Module, CaptureGraph, fx.GraphModule]],
+    parts: Sequence[EmittedPart],
     inputs: Inputs,
     step: TrainingStep,
     autocast: Autocast | None,
-    answer: bool,
+    way: Way,
 ) -> FakeStep:
     """Return what a training step of ``model`` takes whose ``parts`` run the graphs emitted for them, and all else as it
-    is. Where the model looks at values it takes one of its ways: numbers read as 1, conditions as ``answer``."""
+    is. Where the model looks at values it goes this ``way``. Errors: ``OtherWayError`` where it cannot."""
+    modules, masks = list(dict.fromkeys(part.module for part in parts)), Masks()
 
     def forward(leaves: list[Any]) -> Any:
         args, kwargs = Inputs(tuple(leaves), inputs.spec).call()
         with ExitStack() as stack:
-            for part, captured, emitted in parts:
-                stack.enter_context(calls_run_by(part, partial(_run_emitted, part, captured, emitted)))
-            for mode in (seeing_values(inputs.leaves, leaves), BranchReads(answer), WrittenViews()):
+            for module in modules:
+                stack.enter_context(calls_run_by(module, partial(_run_as_emitted, module, parts)))
+            for mode in (way.taken(inputs.leaves, leaves, modules, masks), WrittenViews()):
                 stack.enter_context(mode)
             return model(*args, **kwargs)
 
-    return step_run_by(forward, model, [emitted for _, _, emitted in parts], inputs, step, autocast)
+    return step_run_by(forward, model, [part.graph_module for part in parts], inputs, step, autocast, masks)
 
 
 def step_run_by(
@@ -146,21 +171,13 @@ def step_run_by(
     inputs: Inputs,
     step: TrainingStep,
     autocast: Autocast | None,
+    around: AbstractContextManager[Any] | None = None,
 ) -> FakeStep:
-    """Return what a training step of ``model`` takes whose forward is another one. ``others``: modules that run it."""
+    """Return what a training step of ``model`` takes whose forward is another one. ``others``: modules that run it;
+    ``around``: on while anything runs on fakes."""
     whole, like = torch.nn.ModuleList([model, *others]), EagerCall(tuple(model.parameters()), autocast)
     with tensors_restored(model):
-        return _ran(_Subject(forward, whole, model), like, inputs, step, None)
-
-
-def _run_emitted(
-    part: torch.nn.Module,
-    captured: CaptureGraph,
-    emitted: fx.GraphModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    return captured.call(emitted, Inputs.of(args, kwargs, part).leaves)
+        return _ran(_Subject(forward, whole, model, around or nullcontext()), like, inputs, step, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +203,8 @@ class _Subject:
     forward: Callable[[list[Any]], Any]
     module: torch.nn.Module
     owner: torch.nn.Module
+    around: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    """On while anything runs on fakes."""
 
 
 def _ran(
@@ -238,7 +257,7 @@ def _fake_step(
         output = subject.forward(batch)
         return output if watch is None else watch.note_output(output)
 
-    with world.active():
+    with world.active(), subject.around:
         pairs = list(zip(captured.parameters, parameters, strict=True))
         targets = step.targets.blank((*parameters, *leaves))
         micro_batch = partial(_micro_batch, subject, world, leaves, step.loss_on(targets), captured.autocast)

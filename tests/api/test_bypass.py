@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -132,3 +133,63 @@ def test_methods_are_planned_each_by_itself_and_train_to_the_same_bits(way: Any)
     assert same_bits(eager.eval().encode(batch()).detach(), model.eval().encode(batch()).detach())
     twin = copy.deepcopy(model)
     assert list(twin.fxmem.methods) == ["encode", "decode"]
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.GELU()))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def with_loss(self: Any, x: Tensor) -> Tensor:
+    return self.body(x).square().mean()
+
+
+def around(self: Any, x: Tensor) -> Tensor:
+    return type(self).forward(self, x) * 2
+
+
+@pytest.mark.slow
+def test_a_forward_that_is_set_later_and_trains_submodules_is_planned_from_its_second_call_on() -> None:
+    torch.manual_seed(0)
+    eager, x = Body(), torch.randn(64, WIDTH)
+    model = copy.deepcopy(eager)
+    eager.forward = MethodType(with_loss, eager)
+    asked = fxmem.estimate(eager, x, cost="cpu", **QUICK)
+    for budget in ((asked.floor_bytes + asked.peak_bytes) // 2, asked.floor_bytes - 1):
+        optimized = fxmem.optimize_(copy.deepcopy(model), budget=budget, cost="cpu", **QUICK)
+        optimized.forward = MethodType(with_loss, optimized)
+        peaks = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                with fxmem.track(optimized, x) as memory:
+                    loss = optimized(x)
+                    loss.backward()
+                peaks.append(memory.peak_bytes)
+                del loss
+                optimized.zero_grad()
+        said = [str(w.message) for w in caught if "trains body around the plan" in str(w.message)]
+        (message,) = said
+        assert "Body.forward was replaced after the model was optimized: with_loss trains body" in message
+        assert f"{asked.peak_bytes} bytes" in message
+        assert f"above the budget of {budget} bytes" in message
+        assert max(peaks[2:]) <= budget or f"Raise the budget to {asked.floor_bytes} bytes" in message
+        eager.zero_grad()
+        eager(x).backward()
+        loss = optimized(x)
+        loss.backward()
+        assert_same(eager, optimized)
+
+
+def test_a_forward_that_is_set_later_and_calls_the_planned_one_stays_around_the_plan() -> None:
+    model = fxmem.optimize_(Body(), **QUICK)
+    model.forward = MethodType(around, model)
+    assert told_by(lambda: [model(batch()).sum().backward() for _ in range(2)]) == []
+    assert not model.fxmem.set_forwards
+    assert model.fxmem.is_planned

@@ -204,7 +204,7 @@ def test_images_by_channels_last_share_a_plan() -> None:
 
 
 def test_the_user_hears_of_prepare_after_many_growing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxmem.api.compile_cache.MANY_SIZES", 3)
+    monkeypatch.setattr("fxmem.api.planning_hints.MANY_SIZES", 3)
     model = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4))
     optimized = fxmem.optimize(model, budget="1MB", planner="chen", optimizer=None)
     for rows in (2, 3):
