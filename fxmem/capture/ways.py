@@ -25,7 +25,7 @@ from fxmem.capture.written_state import UNSAID
 from fxmem.fake.fake_tensors import BranchReads, attributes_restored
 from fxmem.fake.modes import FROM_VALUES
 from fxmem.fake.python_state import tensors_restored
-from fxmem.op_facts.kinds import MissingFake, ReadsScalar
+from fxmem.op_facts.kinds import ByIndices, MissingFake, ReadsScalar
 from fxmem.op_facts.lookup import by_op
 from fxmem.runtime.autocast import Autocast, casts_kept
 from fxmem.torch_patches import quiet, tracing_answered_by
@@ -40,15 +40,15 @@ from fxmem.torch_private import (
 )
 from fxmem.user_frames import modules_called
 
-aten = torch.ops.aten
 MOST_NOTED = 100_000
 """Looks at values in one forward; what has more is not followed."""
 MOST_GIVEN = 16
 """Calls of one submodule whose integers are kept."""
 _COPIED = (torch.Tensor.numpy, torch.Tensor.__array__)
 """Functions that hand out values without an op."""
-_READ_OF_ONE = aten._local_scalar_dense.default
+(_READ_OF_ONE,) = (op for op, fact in by_op(ReadsScalar).items() if fact.what == "op" and fact.stand_in)
 """By which fakes read each element of what a list is made of."""
+_BY_INDICES = by_op(ByIndices)
 _SIZED = frozenset(op for op, fact in by_op(MissingFake).items() if fact.bounds)
 """Ops whose results have sizes that follow from values, which their fakes bound: the table of the CTC loss."""
 _READS = frozenset(function for function, fact in by_op(ReadsScalar).items() if fact.what != "op")
@@ -214,13 +214,17 @@ def _masks(args: Any) -> list[torch.Tensor]:
 
 
 def _writes_by_mask(func: Any, args: Any) -> bool:
-    return func in (aten.index_put.default, aten.index_put_.default) and bool(_masks(args))
+    fact = _BY_INDICES.get(func)
+    return fact is not None and fact.writes and bool(_masks(args))
+
+
+def _reads_by_mask(func: Any, args: Any) -> bool:
+    fact = _BY_INDICES.get(func)
+    return fact is not None and not fact.writes and bool(_masks(args))
 
 
 def _follows_from_values(func: Any, args: Any) -> bool:
-    if func is aten.index.Tensor:
-        return bool(_masks(args))
-    return func in _SIZED or not FROM_VALUES.isdisjoint(func.tags)
+    return _reads_by_mask(func, args) or func in _SIZED or not FROM_VALUES.isdisjoint(func.tags)
 
 
 def _blank(tensor: torch.Tensor) -> _Blank:
@@ -279,7 +283,7 @@ class Masks(TorchDispatchMode):
         self.counts = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.index.Tensor and any(mask in self.counts for mask in _masks(args)):
+        if _reads_by_mask(func, args) and any(mask in self.counts for mask in _masks(args)):
             indices = [index for given in args[1] for index in self._chosen(given)]
             return func(args[0], indices)
         return func(*args, **(kwargs or {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fxmem.op_facts.kinds import (
     AddedByExport,
+    ByIndices,
     InPlaceInBackward,
     InPlaceInLinear,
     MadeFirst,
@@ -136,6 +137,18 @@ FACTS: tuple[OpFact, ...] = (
         test="test_scalars_of_fakes_read_as_one",
     ),
     OpFact(
+        ops=("aten.index.Tensor",),
+        value=ByIndices(writes=False),
+        why=_VALUES,
+        test="test_a_forward_on_fakes_reads_what_was_noted_and_makes_tensors_of_the_same_sizes",
+    ),
+    OpFact(
+        ops=("aten.index_put.default", "aten.index_put_.default"),
+        value=ByIndices(writes=True),
+        why=_VALUES,
+        test="test_a_forward_on_fakes_reads_what_was_noted_and_makes_tensors_of_the_same_sizes",
+    ),
+    OpFact(
         ops=("aten.item.default",),
         value=ReadsScalar("op"),
         why=_VALUES,
@@ -176,6 +189,13 @@ FACTS: tuple[OpFact, ...] = (
         value=MadeFirst((1,)),
         why=_ORDER,
         test="test_a_dropout_s_mask_is_allocated_before_its_result",
+        device="cuda",
+    ),
+    OpFact(
+        ops=("aten._scaled_dot_product_efficient_attention.default",),
+        value=MadeFirst((2, 3)),
+        why=_ORDER,
+        test="test_an_attention_s_seed_is_allocated_before_its_result",
         device="cuda",
     ),
     OpFact(

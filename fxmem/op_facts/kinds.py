@@ -75,6 +75,14 @@ class RoutingDecision:
 
 
 @dataclass(frozen=True, slots=True)
+class ByIndices:
+    """A mask among its indices chooses as many elements as are true."""
+
+    writes: bool
+    """Whether it writes what is chosen; else it returns it, and the result's size follows from values."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReadsScalar:
     """It hands a tensor's value to Python, which a graph cannot know beforehand."""
 

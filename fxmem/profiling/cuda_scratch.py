@@ -4,8 +4,8 @@ In: an op's name, its arguments as plain data, a device. Out: :class:`Scratch`. 
 (aten/src/ATen/native/...) its op is and whether it is exact or an upper bound; all are checked against figures recorded
 from PyTorch's own CUDA host code, version 2.14.1 (tests/profiling/test_cuda_scratch.py). Upper bounds hold for all
 recorded shapes and are no proofs: those of large sorts are fitted to the record. Not here: cuBLAS's and cuDNN's
-workspaces. Rules of attention, indices, sorts and scans are in :mod:`fxmem.profiling.cuda_scratch_libraries`. No torch
-is needed.
+workspaces. Rules of attention, layer norms, indices, sorts and scans are in
+:mod:`fxmem.profiling.cuda_scratch_libraries`. No torch is needed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ Arguments = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Scratch:
     """``blocks``: bytes of each allocation that lives beside inputs and outputs while the op runs, where most do.
-    ``first``: of those before, from before outputs are made. ``kept_bytes``: what an output's storage holds beyond its
-    elements for as long as the output lives. ``exact``: False for an upper bound."""
+    ``first``: of those before, from before outputs are made. ``whole``: of those that live from before outputs are made
+    to the end. ``phases``: of those that live beside ``blocks``, one phase after the other. ``kept_bytes``: what an
+    output's storage holds beyond its elements for as long as the output lives. ``exact``: False for an upper bound."""
 
     blocks: tuple[int, ...] = ()
     kept_bytes: int = 0
     exact: bool = True
     first: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+    phases: tuple[tuple[int, ...], ...] = ()
 
     @property
     def transient_bytes(self) -> int:
         """Most that lives beside inputs and outputs while the op runs."""
-        return max(sum(self.first), sum(self.blocks))
+        return sum(self.whole) + max(sum(self.first), sum(self.blocks) + max(map(sum, self.phases), default=0))
 
 
 Rule = Callable[[Arguments, DeviceModel], Scratch]
@@ -98,9 +101,17 @@ def _is_matrix(x: TensorRecord) -> bool:
     return (step == 1 and row_step >= max(1, columns)) or (row_step == 1 and step >= max(1, rows))
 
 
-def takes(*blocks: int, kept_bytes: int = 0, exact: bool = True, first: Collection[int] = ()) -> Scratch:
+def takes(
+    *blocks: int,
+    kept_bytes: int = 0,
+    exact: bool = True,
+    first: Collection[int] = (),
+    whole: Collection[int] = (),
+    phases: Collection[tuple[int, ...]] = (),
+) -> Scratch:
     """Return the scratch of these blocks, but for empty ones."""
-    return Scratch(tuple(filter(None, blocks)), kept_bytes, exact, tuple(filter(None, first)))
+    early = tuple(filter(None, first)), tuple(filter(None, whole))
+    return Scratch(tuple(filter(None, blocks)), kept_bytes, exact, *early, tuple(phases))
 
 
 # -- reductions -----------------------------------------------------------------------------------------------------------
@@ -295,14 +306,6 @@ def _is_dense(x: TensorRecord, channels_last: bool) -> bool:
             return False
         step *= x.shape[d]
     return True
-
-
-@rule("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
-def layer_norm(args: Arguments, device: DeviceModel) -> Scratch:
-    """A copy of the input, and of the gradient, where they are not contiguous. Exact. Source:
-    cuda/layer_norm_kernel.cu, ``layer_norm_cuda``."""
-    given = [args.get(name) for name in ("grad_out", "input")]
-    return takes(*(t.nbytes for t in given if t is not None and t.strides != contiguous(t.shape, t.dtype).strides))
 
 
 def _copied(x: TensorRecord, channels_last: bool) -> int:

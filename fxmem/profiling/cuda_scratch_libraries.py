@@ -1,6 +1,6 @@
-"""Bytes that ops take inside on CUDA whose kernels are those of other libraries: FlashAttention, CUTLASS, cuDNN; cub.
+"""Bytes that ops take inside on CUDA, most with kernels of other libraries: FlashAttention, CUTLASS, cuDNN; cub.
 
-Rules of :mod:`fxmem.profiling.cuda_scratch`: attention; indices, sorts and scans.
+Rules of :mod:`fxmem.profiling.cuda_scratch`: attention; layer norms; rolls, indices, sorts and scans.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fxmem.devices import DeviceModel
 from fxmem.profiling.cuda_reduction import ITEM_BYTES, TensorRecord, contiguous
 from fxmem.profiling.cuda_scratch import Arguments, Scratch, rule, takes
 
-# -- attention -----------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------------------------------
 
 
 @rule("_scaled_dot_product_flash_attention")
@@ -80,9 +80,8 @@ def efficient_attention_backward(args: Arguments, device: DeviceModel) -> Scratc
     if width > 128:
         per_head += 2 * 4 * 128 * -(-width // 128) * 128
     copied, sums = _copied_by_rows(args["grad_out_"]), 4 * batch * heads * rows
-    before = (query.nbytes, sums, sums) if query.dtype == "float32" else ()
-    blocks = max((sums, batch * heads * per_head), before, key=sum)
-    return takes(copied, *blocks, exact=width <= 128)
+    before = ((query.nbytes, sums),) if query.dtype == "float32" else ()
+    return takes(sums, whole=[copied], phases=(*before, (batch * heads * per_head,)), exact=width <= 128)
 
 
 @rule("_scaled_dot_product_cudnn_attention_backward")
@@ -94,7 +93,21 @@ def cudnn_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
     return takes(query.nbytes, query.nbytes, 4 * batch * heads * rows, exact=False)
 
 
-# -- indices, sorts, scans -----------------------------------------------------------------------------------------------
+# -- layer norms -----------------------------------------------------------------------------------------------------------
+
+
+@rule("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
+def layer_norm(args: Arguments, device: DeviceModel) -> Scratch:
+    """A copy of the input where it is not contiguous, and of the gradient, which is made after the results. Exact. Source:
+    cuda/layer_norm_kernel.cu, ``layer_norm_cuda``, ``LayerNormBackwardKernelImplInternal``."""
+
+    def copied(t: TensorRecord | None) -> int:
+        return 0 if t is None or t.strides == contiguous(t.shape, t.dtype).strides else t.nbytes
+
+    return takes(copied(args.get("grad_out")), whole=[copied(args["input"])])
+
+
+# -- rolls, indices, sorts, scans ------------------------------------------------------------------------------------------
 
 
 @rule("embedding_dense_backward", "_embedding_bag_backward", "_embedding_bag_dense_backward")
@@ -111,6 +124,15 @@ def embedding_backward(args: Arguments, device: DeviceModel) -> Scratch:
     return takes(
         4 * partial * width + 40 * count + 8 * partial + 16, exact=width >= 64 and count <= args["num_weights"]
     )
+
+
+@rule("roll")
+def roll(args: Arguments, device: DeviceModel) -> Scratch:
+    """Of several dimensions, one is rolled after the other, and what lies between stays to the end; of one, a copy of what
+    is not contiguous. Exact. Source: TensorTransformations.h, ``roll_common``; cuda/TensorTransformations.cu."""
+    x, num_between = args["self"], len(args["shifts"]) - 1
+    copied = 0 if x.strides == contiguous(x.shape, x.dtype).strides else x.nbytes
+    return takes(whole=num_between * (x.nbytes,) or (copied,))
 
 
 @rule("index_put", "index_put_", "_index_put_impl_")

@@ -41,6 +41,10 @@ class Inside:
     """Bytes of each allocation."""
     first: tuple[int, ...] = ()
     """The same of those that are there before its results, and gone before ``blocks``."""
+    whole: tuple[int, ...] = ()
+    """The same of those that are there before its results, and to the end."""
+    phases: tuple[tuple[int, ...], ...] = ()
+    """The same of those that are there beside ``blocks``, one phase after the other."""
     uses_library: bool = False
     """Whether it runs in cuBLAS, which keeps a workspace for each thread that ever used it."""
     workspace_bound: int = 0
@@ -75,8 +79,11 @@ class DeviceMemory:
             return _NOTHING
         arguments = _by_name(func, args, kwargs)
         scratch = scratch_of(name, arguments, self.model)
-        blocks, first = (tuple(map(rounded, given)) for given in (scratch.blocks, scratch.first))
-        return Inside(blocks, first, uses_cublas(name), rounded(workspace_bound(name, arguments)))
+        blocks, first, whole, *phases = (
+            tuple(map(rounded, given)) for given in (scratch.blocks, scratch.first, scratch.whole, *scratch.phases)
+        )
+        bound = rounded(workspace_bound(name, arguments))
+        return Inside(blocks, first, whole, tuple(phases), uses_cublas(name), bound)
 
     def made_first(self, func: Any, args: Any, kwargs: Any, output: Any) -> list[Any]:
         """Return those results of a dispatched op that its kernel on CUDA allocates before the others."""

@@ -136,16 +136,22 @@ class StorageTracker(TorchDispatchMode):
     def _see_made(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Count what an op made on CUDA, and what its kernel takes while it runs beside inputs and results."""
         inside = self._memory.inside(func, args, kwargs)
-        with self._beside(inside.first):
-            self._see((self._memory.made_first(func, args, kwargs, output), output), counted=True)
-        if inside.workspace_bound:
-            self._on_workspace(inside.workspace_bound)
-        with self._beside(inside.blocks):
-            if inside.uses_library:  # whose handle is asked for when arguments are ready: copies of matrices come first
-                thread = "caller" if current_backward_node() is None else "autograd"
-                if thread not in self.library_threads:
-                    self.library_threads.add(thread)
-                    self._on_library()
+        with self._beside(inside.whole):
+            with self._beside(inside.first):
+                self._see((self._memory.made_first(func, args, kwargs, output), output), counted=True)
+            if inside.workspace_bound:
+                self._on_workspace(inside.workspace_bound)
+            with self._beside(inside.blocks):
+                if (
+                    inside.uses_library
+                ):  # whose handle is asked for when arguments are ready: copies of matrices come first
+                    thread = "caller" if current_backward_node() is None else "autograd"
+                    if thread not in self.library_threads:
+                        self.library_threads.add(thread)
+                        self._on_library()
+                for phase in inside.phases:
+                    with self._beside(phase):
+                        pass
 
     @contextmanager
     def _beside(self, blocks: Iterable[int]) -> Iterator[None]:

@@ -200,3 +200,43 @@ def test_shapes_that_follow_from_values_are_counted_as_they_are() -> None:
     total(eager(BATCHES[0])).backward()
     assert all(same_bits(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "no trace is left"
+
+
+class Dropping(Looking):
+    """Draws in its part and around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(self.part, nn.Dropout(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.2))
+
+
+def two_views(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    first, second = model(x), model(x)
+    loss = F.cross_entropy(first, LABELS) + (first - second).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_what_a_part_draws_stays_eagers_where_plans_change_in_mid_training() -> None:
+    def trained(optimized: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = Dropping()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if optimized:
+            with pytest.warns(UserWarning, match="Dropping is planned in parts"):
+                model = fxmem.optimize(model, BATCHES[0], budget="80%", optimizer=optimizer, **ASKED)
+        torch.manual_seed(1)
+        for _ in range(4):
+            two_views(model, optimizer, BATCHES[0])
+        return model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Dropping:")
+        ours = trained(True)
+    assert ours.fxmem.plans.latest is not ours.fxmem.plans.asked.latest, "the step was planned for anew"  # type: ignore[union-attr]
+    assert all(same_bits(a, b) for a, b in zip(ours.parameters(), trained(False).parameters(), strict=True))

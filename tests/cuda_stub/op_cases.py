@@ -241,6 +241,10 @@ def _indexing(dtype: torch.dtype) -> Iterator[Case]:
         yield case(f"sort {shape}", lambda x: x.sort(-1)[0], shape, dtype=dtype)
         yield case(f"topk {shape}", lambda x: x.topk(10)[0], shape, dtype=dtype)
         yield case(f"cumsum {shape}", lambda x: x.cumsum(-1), shape, dtype=dtype)
+    for shape in ((2, 8, 8), (4, 56, 56, 96), (4, 28, 28, 192), (16, 14, 14, 384), (300, 130)):
+        for dims in ((0,), (0, 1), tuple(range(len(shape)))):
+            yield case(f"roll {shape} by {dims}", lambda x, d=dims: x.roll((1,) * len(d), d), shape, dtype=dtype)
+        yield case(f"roll transposed {shape}", lambda x: x.transpose(0, 1).roll(1, 0), shape, dtype=dtype)
     yield case("cumsum 1d", lambda x: x.cumsum(0), (1 << 20,), dtype=dtype)
 
 

@@ -26,6 +26,8 @@ from fxmem.devices import device_named
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
 from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents, StepLog, allocator_peaks
+from fxmem.profiling.cuda_reduction import TensorRecord, contiguous
+from fxmem.profiling.cuda_scratch import scratch_of
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.profiling.training_step import BARE
@@ -146,6 +148,39 @@ def on_gpu(*shape: int, **options: Any) -> torch.Tensor:
 def test_a_dropout_s_mask_is_allocated_before_its_result() -> None:
     sizes = allocated_by(lambda: torch.native_dropout(on_gpu(64, 64), 0.5, True))
     assert sizes[1:] == [64 * 64, 64 * 64 * 4]
+
+
+def test_an_attention_s_seed_is_allocated_before_its_result() -> None:
+    memory = DeviceMemory(device_named("h100-80gb"))
+    query, results = torch.ones(2, 4, 64, 32), ["result", "sums", "seed", "offset"]
+    op = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    assert memory.made_first(op, (query, query, query, None, True), {}, results) == ["seed", "offset"]
+
+
+def test_a_norm_copies_what_is_not_contiguous_before_its_result() -> None:
+    def call() -> Any:
+        x, weight = on_gpu(64, 32, 16).transpose(0, 1), on_gpu(16)
+        return torch.ops.aten.native_layer_norm(x, [16], weight, weight, 1e-5)
+
+    image, rows = 64 * 32 * 16 * 4, 64 * 32 * 4
+    assert allocated_by(call)[2:] == [image, image, rows, rows]
+
+
+def test_what_is_rolled_in_two_dimensions_is_there_once_more() -> None:
+    image = 2 * 8 * 8 * 4
+    assert allocated_by(lambda: torch.roll(on_gpu(2, 8, 8), (1, 1), (1, 2)))[1:] == [image, image]
+    assert allocated_by(lambda: torch.roll(on_gpu(2, 8, 8), 1, 1))[1:] == [image]
+    assert allocated_by(lambda: torch.roll(on_gpu(2, 8, 8).transpose(1, 2), 1, 1))[1:] == [image, image]
+
+
+def test_an_attention_s_product_is_gone_before_its_accumulators_are_there() -> None:
+    arguments = {"query": contiguous((2, 4, 64, 32), "float32")}
+    arguments["grad_out_"] = TensorRecord((2, 4, 64, 32), (64 * 4 * 32, 32, 4 * 32, 1), "float32")
+    scratch = scratch_of("_scaled_dot_product_efficient_attention_backward", arguments, device_named("h100-80gb"))
+    assert (scratch.blocks, scratch.whole) == ((2 * 4 * 64 * 4,), ())
+    product, accumulators = scratch.phases
+    assert product == (2 * 4 * 64 * 32 * 4, 2 * 4 * 64 * 4)
+    assert scratch.transient_bytes == scratch.blocks[0] + max(sum(product), sum(accumulators))
 
 
 def test_bags_are_counted_before_they_are_made() -> None:
