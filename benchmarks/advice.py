@@ -39,6 +39,8 @@ PLANNING: dict[str, Any] = {"plan_seconds": 2.0, "cost": "cpu"}
 SHARE = 0.8
 """The budget of the plans, of the step's own peak."""
 NUM_PAIRS = 5
+MOST_SKIPPED = 30
+"""Steps that a GradScaler may leave out, its scale being too large at first: until then the optimizer has no state."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,10 @@ class Stepper:
 
     def peak_bytes(self) -> int:
         """Return the measured peak of a step of the steady state."""
-        self.step()
+        for _ in range(MOST_SKIPPED):
+            self.step()
+            if self.scaler is None or self.optimizer is None or self.optimizer.state:
+                break
         self._accumulate()
         tracker = self._tracker()
         with tracker:
