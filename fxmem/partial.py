@@ -32,7 +32,7 @@ from fxmem.capture.ways import Way
 from fxmem.emitted import Emitted, bound_bytes, emit_point
 from fxmem.errors import CaptureError, ChangedArgumentError, InfeasibleBudgetError
 from fxmem.frontiers import frontier_of
-from fxmem.ir import FrontierPoint, StaticBytes
+from fxmem.ir import FrontierPoint, Launches, StaticBytes
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, profile_for_short_memory
 from fxmem.planners.simulate import drop_all, simulate
@@ -307,6 +307,15 @@ def _planned(part: Part, context: CompileContext) -> _PlannedPart:
     return _PlannedPart(part, replace(own, inputs=part.inputs), profiled, points)
 
 
+def _launches_of(parts: Sequence[_PlannedPart]) -> Launches | None:
+    """Return what host and device take for all parts; None where that is not known of each."""
+    known = [(launches, p.part.num_calls) for p in parts if (launches := p.profiled.profile.launches) is not None]
+    if len(known) < len(parts):
+        return None
+    host_seconds = sum(launches.host_seconds * count for launches, count in known)
+    return Launches(host_seconds, sum(launches.device_seconds * count for launches, count in known))
+
+
 def _report_of_part(planned: _PlannedPart, chosen: Emitted) -> Report:
     return build_report(
         planned.profiled.profile,
@@ -346,6 +355,7 @@ def _report(
         overhead_ratio=overhead_seconds / step_seconds if step_seconds else 0.0,
         gap_ratio=1.0,
         plan_seconds=plan_seconds,
+        launches=_launches_of(search.parts),
         static=StaticBytes(
             parameters_bytes=sum(p.nbytes for p in model.parameters()),
             buffers_bytes=sum(b.nbytes for b in model.buffers()),

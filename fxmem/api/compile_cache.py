@@ -183,6 +183,14 @@ class CompileCache:
         self._hints.note(inputs, len(specializations), self._states.count)
         return compiled
 
+    def make_or_least(self, inputs: Inputs, autocast: Autocast | None) -> tuple[Compiled, InfeasibleBudgetError | None]:
+        """As :meth:`make`; where no plan keeps the budget, with the least peak from now on, and with what says so."""
+        try:
+            return self.make(inputs, autocast), None
+        except InfeasibleBudgetError as error:
+            self.raise_budget(error.least_bytes)
+            return self.make(inputs, autocast), error
+
     def adopt(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for another step, planned at the size of ``inputs``, as it serves this one: its peak is
         within the budget in it too."""
@@ -350,17 +358,13 @@ class CompileCache:
                 cache = self._of_parts[part.path] = CompileCache(part.module, settings)
             signature = cache._signature(real_like(part.inputs), autocast)
             cache._compiled.setdefault(signature, []).insert(0, compiled)
-            return run_part(part.module, lambda inputs: cache.find(inputs, autocast) or cache._made(inputs, autocast))
+            # A call that the plan of the whole does not have may take the least peak.
+            return run_part(
+                part.module,
+                lambda inputs: cache.find(inputs, autocast) or cache.make_or_least(inputs, autocast)[0],
+            )
 
         return serve
-
-    def _made(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
-        """Compile for a call of a part that the plan of the whole does not have; if need be with the least peak."""
-        try:
-            return self.make(inputs, autocast)
-        except InfeasibleBudgetError as error:
-            self.raise_budget(error.least_bytes)
-            return self.make(inputs, autocast)
 
     def _largest_batch(self, captured: CaptureGraph, inputs: Inputs, budget_bytes: int) -> int:
         """Return the largest size of the dynamic dimensions at which some plan fits."""

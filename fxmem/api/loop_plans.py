@@ -39,7 +39,6 @@ MOST_LOSSES = 4
 MOST_WAYS = 8
 """Through a model that is planned in parts, each with more calls of these than the one before."""
 
-
 FOLLOWED = CaptureGraph | PartsGraph
 """What is planned for other steps than the one asked for."""
 
@@ -209,9 +208,8 @@ class LoopPlans:
             if self.asked.find(inputs, autocast) is None:
                 self.asked.make(inputs, autocast)  # raises if not even the step asked for keeps the budget
             cache.raise_budget(error.least_bytes)
-            least = error.least_bytes
-            rest = f"the least that a plan reaches is {_mb(least)}. Raise the budget to {least} bytes to keep it"
-            self._warn(_said_of(self._settings.step, step), seen_bytes or least, error.budget_bytes, rest, step)
+            seen_bytes = seen_bytes or error.least_bytes
+            self._warn(_said_of(self._settings.step, step), seen_bytes, error.budget_bytes, _least_said(error), step)
             return cache.make(inputs, autocast)
 
     def _followed(
@@ -230,19 +228,16 @@ class LoopPlans:
         way = cache.follow_way(inputs, autocast) if self._num_ways <= MOST_WAYS else None
         if way is None:
             return compiled
+        new, error = cache.make_or_least(inputs, autocast)
+        budget_bytes = self._settings.budget_bytes
+        if budget_bytes is None or "way" in self._warned:
+            return new
         settings = replace(self._settings, step=self.asked.with_targets(step))
         seen_bytes = graph.peak_bytes(CompileContext(self._model, inputs, settings, autocast), way)
-        budget_bytes = self._settings.budget_bytes
-        try:
-            new = cache.make(inputs, autocast)
-            rest = f"from now on it is planned for, with a peak of {_mb(new.report.predicted_peak_bytes)}"
-        except InfeasibleBudgetError as error:
-            least = error.least_bytes
-            cache.raise_budget(least)
-            new = cache.make(inputs, autocast)
-            rest = f"the least that a plan reaches is {_mb(least)}. Raise the budget to {least} bytes to keep it"
-        if budget_bytes is not None and seen_bytes > budget_bytes and "way" not in self._warned:
+        if seen_bytes > budget_bytes:
             self._warned.add("way")
+            planned = f"from now on it is planned for, with a peak of {_mb(new.report.predicted_peak_bytes)}"
+            rest = planned if error is None else _least_said(error)
             warnings.warn(
                 f"{type(self._model).__name__}: parts of it were called {num_latest} times in a forward, planned for were "
                 f"{num_before}: values decide that; the step's peak is {seen_bytes} bytes ({_mb(seen_bytes)}), above the "
@@ -378,6 +373,11 @@ def _option_for(asked: TrainingStep, step: TrainingStep) -> str:
         changed = {n: getattr(step.loop, n) for n in default.__slots__ if getattr(step.loop, n) != getattr(default, n)}
         parts.append(f"loop=fxmem.Loop({', '.join(f'{name}={value}' for name, value in changed.items())})")
     return ", ".join(parts) or "step=fxmem.TrainingStep(...)"
+
+
+def _least_said(error: InfeasibleBudgetError) -> str:
+    least = error.least_bytes
+    return f"the least that a plan reaches is {_mb(least)}. Raise the budget to {least} bytes to keep it"
 
 
 def _mb(nbytes: int) -> str:

@@ -100,11 +100,13 @@ def cudnn_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
 def layer_norm(args: Arguments, device: DeviceModel) -> Scratch:
     """A copy of the input where it is not contiguous, and of the gradient, which is made after the results. Exact. Source:
     cuda/layer_norm_kernel.cu, ``layer_norm_cuda``, ``LayerNormBackwardKernelImplInternal``."""
+    grad = args.get("grad_out")
+    return takes(0 if grad is None else _copied(grad), whole=[_copied(args["input"])])
 
-    def copied(t: TensorRecord | None) -> int:
-        return 0 if t is None or t.strides == contiguous(t.shape, t.dtype).strides else t.nbytes
 
-    return takes(copied(args.get("grad_out")), whole=[copied(args["input"])])
+def _copied(t: TensorRecord) -> int:
+    """Bytes of a copy of ``t`` if it is not contiguous."""
+    return 0 if t.strides == contiguous(t.shape, t.dtype).strides else t.nbytes
 
 
 # -- rolls, indices, sorts, scans ------------------------------------------------------------------------------------------
@@ -131,8 +133,7 @@ def roll(args: Arguments, device: DeviceModel) -> Scratch:
     """Of several dimensions, one is rolled after the other, and what lies between stays to the end; of one, a copy of what
     is not contiguous. Exact. Source: TensorTransformations.h, ``roll_common``; cuda/TensorTransformations.cu."""
     x, num_between = args["self"], len(args["shifts"]) - 1
-    copied = 0 if x.strides == contiguous(x.shape, x.dtype).strides else x.nbytes
-    return takes(whole=num_between * (x.nbytes,) or (copied,))
+    return takes(whole=num_between * (x.nbytes,) or (_copied(x),))
 
 
 @rule("index_put", "index_put_", "_index_put_impl_")

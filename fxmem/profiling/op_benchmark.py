@@ -96,20 +96,20 @@ def with_times_like(
 
     ``counterparts``: the node of ``other`` by node; others have the times they have.
     """
-
-    if other.launches is not None and other.launches.bound_by_host:  # a launch takes as long for any size
-
-        def timer(_flops: int, _moved_bytes: int) -> float:
-            return 1.0
+    launched = other.launches is not None and other.launches.bound_by_host  # which takes as long for any size
 
     def seconds(node: NodeProfile) -> float:
         like = other.nodes[counterparts[node.index]]
+        if launched:
+            return like.seconds
         usual = timer(like.flops, like.moved_bytes)
         return timer(node.flops, node.moved_bytes) * (like.seconds / usual if usual else 1.0)
 
     graph = profiled.profile
     usual = 2 * sum(timer(node.flops, node.moved_bytes) for node in other.nodes)
     backward_seconds = graph.backward_seconds * (other.backward_seconds / usual if usual else 1.0)
+    if launched:
+        backward_seconds = other.backward_seconds
     forward = [seconds(node) if node.index in counterparts else node.seconds for node in graph.nodes]
     return _timed(profiled, forward, backward_seconds, _tape_seconds(other), other.launches)
 

@@ -142,16 +142,19 @@ class StorageTracker(TorchDispatchMode):
             if inside.workspace_bound:
                 self._on_workspace(inside.workspace_bound)
             with self._beside(inside.blocks):
-                if (
-                    inside.uses_library
-                ):  # whose handle is asked for when arguments are ready: copies of matrices come first
-                    thread = "caller" if current_backward_node() is None else "autograd"
-                    if thread not in self.library_threads:
-                        self.library_threads.add(thread)
-                        self._on_library()
+                if inside.uses_library:
+                    self._see_library()
                 for phase in inside.phases:
                     with self._beside(phase):
                         pass
+
+    def _see_library(self) -> None:
+        """Count the library's workspace at its first use in a thread. Its handle is asked for when arguments are ready:
+        copies of matrices come first."""
+        thread = "caller" if current_backward_node() is None else "autograd"
+        if thread not in self.library_threads:
+            self.library_threads.add(thread)
+            self._on_library()
 
     @contextmanager
     def _beside(self, blocks: Iterable[int]) -> Iterator[None]:

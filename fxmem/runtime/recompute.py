@@ -345,10 +345,10 @@ def random_states_kept(devices: Sequence[torch.device]) -> Iterator[None]:
 def generators_kept() -> Iterator[None]:
     """Put the default generators back: reading a dataloader draws from them."""
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_initialized() else [])]
-    states, own, numpys = stash_random_states(devices), random.getstate(), np.random.get_state()
+    own, numpys = random.getstate(), np.random.get_state()
     try:
-        yield
+        with random_states_kept(devices):
+            yield
     finally:
-        set_random_states(states)
         random.setstate(own)
         np.random.set_state(numpys)

@@ -152,9 +152,10 @@ def calls_shown_to(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         if not _taken_off(mode):
-            _to_take_off.append(weakref.ref(mode))
-            if _take_off_more not in gc.callbacks:
-                gc.callbacks.append(_take_off_more)
+            with _showing:
+                _to_take_off.append(weakref.ref(mode))
+                if _take_off_more not in gc.callbacks:
+                    gc.callbacks.append(_take_off_more)
 
 
 def _taken_off(mode: TorchFunctionMode | None) -> bool:
@@ -166,9 +167,12 @@ def _taken_off(mode: TorchFunctionMode | None) -> bool:
 
 
 def _take_off_more(*_: Any) -> None:
-    _to_take_off[:] = [each for each in _to_take_off if not _taken_off(each())]
-    if not _to_take_off and _take_off_more in gc.callbacks:
-        gc.callbacks.remove(_take_off_more)
+    with _showing:
+        for each in tuple(_to_take_off):
+            if _taken_off(each()):
+                _to_take_off.remove(each)
+        if not _to_take_off and _take_off_more in gc.callbacks:
+            gc.callbacks.remove(_take_off_more)
 
 
 _to_take_off: list[weakref.ref[TorchFunctionMode]] = []

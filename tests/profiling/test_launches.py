@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxmem
+from fxmem.api.arguments import settings_of
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
 from fxmem.ir import GraphProfile
+from fxmem.passes.context import CompileContext
 from fxmem.planners.registry import PLANNERS
+from fxmem.profiling.op_benchmark import with_times_like
 from fxmem.profiling.roofline import PRESETS, VIEW_SHARE, priced_by_bound
 from tests.synthetic import Op, build
 
@@ -23,6 +28,11 @@ def graph_of(ops: list[Op], moving: bool = True) -> GraphProfile:
     graph = build(ops)
     nodes = tuple(dataclasses.replace(node, moved_bytes=int(moving)) for node in graph.nodes)
     return dataclasses.replace(graph, nodes=nodes)
+
+
+def context_of(model: nn.Module, x: torch.Tensor) -> CompileContext:
+    settings = settings_of({"optimizer": None, "cost": "h100"})
+    return CompileContext(model, Inputs.of((x,), {}), settings)
 
 
 def seconds_of(graph: GraphProfile) -> list[float]:
@@ -48,6 +58,21 @@ def test_a_step_that_the_host_bounds_is_priced_by_launches() -> None:
     assert priced.launches is not None
     assert priced.launches.bound_by_host
     assert seconds_of(priced_by_bound(graph_of([Op(seconds=US)], moving=False), 10 * US)) == [10 * US * VIEW_SHARE]
+
+
+def test_at_another_size_launches_take_as_long_and_computing_its_own_time() -> None:
+    model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.GELU())))
+    context = [context_of(model, torch.ones(rows, 64)) for rows in (32, 64)]
+    captured = [capture(each.model, each.inputs) for each in context]
+    own, other = (each.profile_of(graph) for each, graph in zip(context, captured, strict=True))
+    counterparts = {node.index: node.index for node in own.profile.nodes}
+    for launch_seconds in (1.0, 1e-9):
+        like = priced_by_bound(own.profile, launch_seconds)
+        timed = with_times_like(other, like, counterparts, PRESETS["h100"].seconds).profile
+        assert timed.launches == like.launches
+        expected = like if launch_seconds == 1.0 else other.profile
+        assert seconds_of(timed) == pytest.approx(seconds_of(expected))
+        assert timed.backward_seconds == pytest.approx(expected.backward_seconds)
 
 
 def test_where_the_host_computes_nothing_changes() -> None:
