@@ -1,8 +1,8 @@
 """Ops on fakes that have run before on tensors that lie like these: their results are made anew without running them.
 
-In: an op and its arguments, on top of a fake mode. Out: what the mode returns. The mode has a memory of its own, which
-knows more cases than fxmem has; here an op is known again in a fifth of the time. A model's layers are alike, and its step
-is run several times, so that nearly all ops are known.
+In: an op and its arguments, on top of a fake mode or on meta tensors. Out: what it returns. The mode has a memory of its
+own, which knows more cases than fxmem has; here an op is known again in a fifth of the time. A model's layers are alike,
+and its step is run several times, so that nearly all ops are known.
 
 NOTE [Which results are known again]
 
@@ -43,6 +43,8 @@ _PLAIN = frozenset(
 )
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _META = torch.device("meta")
+_TENSORS = (FakeTensor, torch.Tensor, torch.nn.Parameter)
+"""Fakes and, where they are on the meta device, plain tensors."""
 _known: dict[_Key, tuple[bool, tuple[_Layout | None, ...]] | None] = {}
 """Whether the result is a tuple, and how its tensors lie; None where the mode is to run the op."""
 
@@ -95,7 +97,7 @@ def _kind_of(func: Any) -> str | None:
 def _key_of(func: Any, kind: str, args: Sequence[Any], kwargs: dict[str, Any]) -> _Key | None:
     """Return what the result depends on; None if that cannot be told."""
     first = args[0]
-    if type(first) not in (FakeTensor, list):
+    if type(first) not in _TENSORS and type(first) is not list:
         return None
     parts: list[Any] = [func, torch.get_default_dtype()]
     modes: set[Any] = set()
@@ -106,7 +108,7 @@ def _key_of(func: Any, kind: str, args: Sequence[Any], kwargs: dict[str, Any]) -
             _note_all((value,), parts, modes)
     except _Unknown:
         return None
-    if len(modes) != 1 or next(iter(modes)).shape_env is not None:
+    if len(modes) != 1 or getattr(next(iter(modes)), "shape_env", None) is not None:
         return None
     if kind == VIEW:
         parts.append(first.untyped_storage().nbytes())
@@ -116,15 +118,17 @@ def _key_of(func: Any, kind: str, args: Sequence[Any], kwargs: dict[str, Any]) -
 def _note_all(values: Sequence[Any], parts: list[Any], modes: set[Any]) -> None:
     for value in values:
         kind = type(value)
-        if kind is FakeTensor:
-            if value.layout is not torch.strided or value.constant is not None or value.is_neg() or value.is_conj():
+        if kind in _TENSORS:
+            fake = kind is FakeTensor
+            plain = value.constant is None if fake else value.is_meta
+            if not plain or value.layout is not torch.strided or value.is_neg() or value.is_conj():
                 raise _Unknown
-            modes.add(value.fake_mode)
+            modes.add(value.fake_mode if fake else None)
             parts += (
                 value.shape,
                 value.stride(),
                 value.dtype,
-                value.fake_device,
+                value.fake_device if fake else _META,
                 value.storage_offset(),
                 value.requires_grad,
             )
@@ -160,8 +164,12 @@ def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """True of a fake that is no more than its layout says."""
-    if type(tensor) is not FakeTensor or tensor.layout is not torch.strided or tensor.constant is not None:
+    """True of a fake or a meta tensor that is no more than its layout says."""
+    if type(tensor) is FakeTensor:
+        plain = tensor.constant is None
+    else:
+        plain = type(tensor) in _TENSORS and tensor.is_meta
+    if not plain or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_neg() or tensor.is_conj() or tensor.requires_grad or tensor.is_inference())
 
@@ -175,13 +183,14 @@ def _fills_storage(tensor: torch.Tensor | None) -> bool:
 
 
 def _layout_of(tensor: Any) -> _Layout:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device, tensor.storage_offset()
+    device = tensor.fake_device if type(tensor) is FakeTensor else _META
+    return tensor.shape, tensor.stride(), tensor.dtype, device, tensor.storage_offset()
 
 
 def _made(kind: str, found: tuple[bool, tuple[_Layout | None, ...]], first: Any) -> Any:
     """Return a result that lies as ``found`` says. ``first``: the first argument, or a list of tensors."""
     several, layouts = found
-    mode = (first if isinstance(first, FakeTensor) else first[0]).fake_mode
+    mode = getattr(first[0] if isinstance(first, list) else first, "fake_mode", None)
     made: list[Any] = []
     with DisableTorchFunction(), DisableTorchDispatch():
         for layout in layouts:
@@ -194,5 +203,5 @@ def _made(kind: str, found: tuple[bool, tuple[_Layout | None, ...]], first: Any)
                 element.set_(first.untyped_storage(), offset, size, stride)
             else:
                 element = torch.empty_strided(size, stride, dtype=dtype, device=_META)
-            made.append(FakeTensor(mode, element, device))
+            made.append(element if mode is None else FakeTensor(mode, element, device))
     return tuple(made) if several else made[0]

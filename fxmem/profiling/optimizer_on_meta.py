@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
+from fxmem.fake.op_memo import run_or_recall
 from fxmem.fake.stand_in import original_of
 from fxmem.profiling.optimizer_step import (
     RecordedStep,
@@ -24,6 +26,7 @@ from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import Gradients, TrainingStep, optimizer_class, usual_gradients
 from fxmem.runtime.layout import Geometry
 from fxmem.torch_patches import without_optimizer_hooks
+from fxmem.torch_private import TorchDispatchMode
 
 
 def usual_step(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> RecordedStep | None:
@@ -91,9 +94,16 @@ def _two_steps(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients
     watched.hold()
     _give(twins, gradients)
     tracker.hold(twin.grad for twin in twins if twin.grad is not None)
-    with tracker:
+    with _Recalled(), tracker:  # type: ignore[no-untyped-call]
         watched.step()
     return watched.seen(twins)
+
+
+class _Recalled(TorchDispatchMode):
+    """Runs an op on meta tensors once of those that lie alike."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run_or_recall(func, args, kwargs or {})
 
 
 def _first_step(optimizer: torch.optim.Optimizer, twins: Sequence[torch.Tensor], gradients: Gradients) -> None:

@@ -20,6 +20,8 @@ from fxmem.torch_patches.replacing import patch, replaced
 TRACER = "torch._dynamo"
 _ASKING = (vars(_compile), vars(fake_tensor), vars(optimizer))
 """Modules whose functions import the tracer without need."""
+_ASKED_LATER = {(f"{TRACER}.utils", "is_compile_supported")}
+"""Module of the tracer and function that libraries take from it when they are imported, and call much later."""
 
 
 class _Absent:
@@ -43,6 +45,17 @@ class _Absent:
         return getattr(importlib.import_module(TRACER), name)
 
 
+def _called_later(module: str, _: Any = None, names: Any = (), level: int = 0) -> Any:
+    """Return what ``from module import names`` takes its names from, where all are functions that are called later."""
+    if level or not names or not all((module, name) in _ASKED_LATER for name in names):
+        return None
+
+    def of(name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    return SimpleNamespace(**{name: of(name) for name in names})
+
+
 @patch
 @contextmanager
 def without_dynamo() -> Iterator[None]:
@@ -50,6 +63,7 @@ def without_dynamo() -> Iterator[None]:
 
     Each of the former (an optimizer's methods, fake kernels written in Python) imports torch._dynamo in its first call, to
     switch off what is not on before; the latter read two of its settings. That takes a third of the time of an estimate.
+    torchvision takes a function from it (:data:`_ASKED_LATER`), which imports it when it is called.
     After the body they ask again. Where torch._dynamo is there already, nothing changes. torch 2.11 to 2.15.
     """
     if sys.modules.get(TRACER) is not None or isinstance(vars(torch).get("_dynamo"), _Absent):
@@ -58,9 +72,11 @@ def without_dynamo() -> Iterator[None]:
     absent, original = _Absent(), builtins.__import__
 
     def importing(name: str, scope: Any = None, *args: Any, **kwargs: Any) -> Any:
-        known = name in (TRACER, f"{TRACER}.config") and any(scope is asking for asking in _ASKING)
-        if known and sys.modules.get(TRACER) is None:
-            return torch
+        if sys.modules.get(TRACER) is None:
+            if name in (TRACER, f"{TRACER}.config") and any(scope is asking for asking in _ASKING):
+                return torch
+            if (later := _called_later(name, *args, **kwargs)) is not None:
+                return later
         return original(name, scope, *args, **kwargs)
 
     try:

@@ -103,15 +103,15 @@ def quiet() -> Iterator[None]:
 
     known = logging.root.manager.loggerDict.items()
     logs = [log for name, log in known if _is_of_torch(name) and isinstance(log, logging.Logger)]
-    levels = [log.level for log in logs]
+    before = [log.disabled for log in logs]
     for log in logs:
-        log.setLevel(logging.CRITICAL)
+        log.disabled = True  # a level would clear what every logger has found out of its own
     try:
         with _only_others_warn(), replaced(_trace, "print", lambda *_, **__: None):
             yield
     finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
+        for log, disabled in zip(logs, before, strict=True):
+            log.disabled = disabled
 
 
 def _is_of_torch(name: str) -> bool:

@@ -107,14 +107,23 @@ def without_hooks_on_saved_tensors(on: bool) -> object:
     return inside, len(packed)
 
 
-@canary(patched="ran", plain="raises")
+@canary(patched=("ran", "imported", "raises"), plain=("raises", "raises", "raises"))
 def without_dynamo(on: bool) -> object:
-    """Whether a function that torch.compile is to leave alone runs where its tracer cannot be imported."""
+    """Whether a function that torch.compile is to leave alone runs where its tracer cannot be imported, and whether what
+    torchvision takes from it can be had, and called."""
     function = torch._disable_dynamo(lambda: "ran")
+    taken: dict[str, Any] = {}
+
+    def library() -> str:
+        exec("from torch._dynamo.utils import is_compile_supported", taken)
+        return "imported"
+
     with pytest.MonkeyPatch.context() as change:
-        change.setitem(sys.modules, "torch._dynamo", None)  # type: ignore[arg-type]
+        for name in ("torch._dynamo", "torch._dynamo.utils"):
+            change.setitem(sys.modules, name, None)  # type: ignore[arg-type]
         with patches.without_dynamo() if on else nullcontext():
-            return outcome(function)
+            found = outcome(function), outcome(library)
+        return *found, outcome(lambda: taken["is_compile_supported"]("cpu"))
 
 
 @canary(patched="ran", plain="raises")
