@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from linecache import getline
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 
 _MACHINERY = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules["fxmem"]))
+
+_MODULES = f"{Path(torch.nn.__file__ or '').parent}/"
 
 _MODULE_CALL: Any = torch.nn.Module.__call__
 
@@ -39,6 +42,19 @@ def modules_called() -> Iterator[torch.nn.Module]:
     for frame in _frames(inspect.currentframe()):
         if frame.f_code is _MODULE_CALL.__code__:
             yield frame.f_locals["self"]
+
+
+def lines_of_forwards() -> str:
+    """Return the lines that the forwards on the stack are at, torch.nn's too, the innermost last, as a traceback prints
+    them."""
+    lines = [
+        f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in forward\n'
+        f"    {getline(frame.f_code.co_filename, frame.f_lineno).strip()}"
+        for frame in _frames(inspect.currentframe())
+        if frame.f_code.co_name == "forward"
+        and (frame.f_code.co_filename.startswith(_MODULES) or not _is_machinery(frame))
+    ]
+    return "\n".join(reversed(lines)).strip()
 
 
 def frames_of_user(innermost: FrameType) -> Iterator[FrameType]:

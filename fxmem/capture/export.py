@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxmem.capture.backend_flags_noted import NOTED, noted_in_nodes
 from fxmem.capture.dynamic_shapes import dynamic_shapes_of, extras_named, signature_of, tied_dims
 from fxmem.capture.frozen_norms import with_frozen_norms
 from fxmem.capture.graph import (
@@ -31,6 +30,7 @@ from fxmem.capture.graph import (
     state_as_moved,
     with_unused_state,
 )
+from fxmem.capture.node_notes import NOTED, noted_in_nodes
 from fxmem.capture.opaque_calls import Opaque, kept_whole, opaque_call
 from fxmem.capture.pytrees import outputs_looked_into
 from fxmem.capture.validate import check_faithful
