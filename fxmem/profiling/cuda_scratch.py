@@ -91,7 +91,7 @@ def matrix_product(args: Arguments, device: DeviceModel) -> Scratch:
     """A copy of each matrix whose rows or columns do not lie one after the other, such as an expanded gradient. Exact.
     Source: cuda/Blas.cpp, ``prepare_matrix_for_cublas``, ``prepare_batch_matrix_for_cublas``."""
     matrices = [t for t in args.values() if isinstance(t, TensorRecord) and len(t.shape) in (2, 3)]
-    return takes(sum(t.nbytes for t in matrices if not _is_matrix(t)))
+    return takes(*(t.nbytes for t in matrices if not _is_matrix(t)))
 
 
 def _is_matrix(x: TensorRecord) -> bool:
@@ -224,7 +224,7 @@ def bce_with_logits(args: Arguments, device: DeviceModel) -> Scratch:
 @rule("soft_margin_loss_backward")
 def soft_margin_backward(args: Arguments, device: DeviceModel) -> Scratch:
     """Two of the input's size. Exact. Source: Loss.cpp, ``soft_margin_loss_backward_out``."""
-    return takes(2 * args["self"].nbytes)
+    return takes(*2 * (args["self"].nbytes,))
 
 
 # -- norms and convolutions -----------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def group_norm(args: Arguments, device: DeviceModel) -> Scratch:
     channels, groups = args["N"] * args["C"], args["N"] * args["group"]
     affine = args.get("weight") is not None or args.get("bias") is not None
     halves = ITEM_BYTES[args["input"].dtype] < 4
-    return takes((8 * channels if affine else 0) + (8 * groups if halves else 0), exact=args["HxW"] > 1)
+    return takes(*2 * (4 * groups if halves else 0,), *2 * (4 * channels if affine else 0,), exact=args["HxW"] > 1)
 
 
 @rule("native_group_norm_backward")
@@ -245,7 +245,8 @@ def group_norm_backward(args: Arguments, device: DeviceModel) -> Scratch:
     """Per channel ds, db and a factor, per group two more, in fp32. Exact with weights. Source:
     cuda/group_norm_kernel.cu, ``GroupNormBackwardKernelImplInternal``."""
     channels, groups = args["N"] * args["C"], args["N"] * args["group"]
-    return takes(12 * channels + 8 * groups, exact=args["HxW"] > 1 and args.get("weight") is not None)
+    of_each = *2 * (4 * channels,), *2 * (4 * groups,), 4 * channels
+    return takes(*of_each, exact=args["HxW"] > 1 and args.get("weight") is not None)
 
 
 @rule("native_batch_norm")

@@ -25,7 +25,8 @@ def flash_attention(args: Arguments, device: DeviceModel) -> Scratch:
     key_block = 256 if width <= 64 else 128 if width <= 128 else 64
     blocks = batch * heads * -(-rows // 64)
     splits = _key_splits(blocks, 2 * device.num_sms, -(-args["key"].shape[2] // key_block))
-    return takes(4 * splits * batch * heads * rows * (_flash_width(width) + 1) if splits > 1 else 0)
+    sums = 4 * splits * batch * heads * rows if splits > 1 else 0
+    return takes(sums, sums * _flash_width(width))
 
 
 def _flash_width(width: int) -> int:
