@@ -31,7 +31,7 @@ import fxmem
 from benchmarks.published_memory_models import AdamOfTorch20, build
 from benchmarks.results_file import RESULTS, ROOT, machine
 from fxmem.devices import device_named
-from fxmem.profiling.caching_allocator import AllocatorPeaks
+from fxmem.profiling.allocator_state import AllocatorPeaks
 from fxmem.profiling.training_step import TrainingStep
 
 DATA = ROOT / "data" / "published_memory.json"

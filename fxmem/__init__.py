@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from fxmem.ir import Launches, Phase, Plan, Timeline, TimelineStep, Verification
-    from fxmem.profiling.caching_allocator import AllocatorPeaks
+    from fxmem.profiling.allocator_state import AllocatorPeaks
     from fxmem.profiling.training_step import Loop, TrainingStep
     from fxmem.report.peak import Breakdown, Place
     from fxmem.report.text import Report, Row
@@ -56,7 +56,7 @@ _NAMES = {
     "fxmem.errors": "BudgetError CaptureError FxMemError InfeasibleBudgetError InputError NotPlannedError "
     "PlanMismatchError ProfileError SavedTensorModifiedError VerificationError",
     "fxmem.ir": "Launches Phase Plan Timeline TimelineStep Verification",
-    "fxmem.profiling.caching_allocator": "AllocatorPeaks",
+    "fxmem.profiling.allocator_state": "AllocatorPeaks",
     "fxmem.profiling.training_step": "Loop TrainingStep",
     "fxmem.report.peak": "Breakdown Place",
     "fxmem.report.text": "Report Row",

@@ -22,7 +22,7 @@ from fxmem.planners.plan_check import check_plan
 from fxmem.planners.plan_transfer import Planned, counterparts, of_same_graph, taken_over
 from fxmem.planners.policy import constrain, enforce
 from fxmem.planners.simulate import keep_all, simulate
-from fxmem.profiling.caching_allocator import AllocatorPeaks
+from fxmem.profiling.allocator_state import AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_times_like
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.training_step import ONCE

@@ -17,7 +17,7 @@ from fxmem.advice.subject import NotApplicable, Subject
 from fxmem.api.estimate import Estimate, estimate
 from fxmem.errors import FxMemError, InfeasibleBudgetError, first_lines, in_units
 from fxmem.ir import PlainData
-from fxmem.profiling.caching_allocator import AllocatorPeaks
+from fxmem.profiling.allocator_state import AllocatorPeaks
 from fxmem.report.peak import Place
 
 MOST_CHANGES = 4

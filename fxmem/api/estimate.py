@@ -34,7 +34,7 @@ from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import cuda_model, stands_for
 from fxmem.ir import PlainData, Timeline
 from fxmem.passes.context import CompileContext
-from fxmem.profiling.caching_allocator import AllocatorPeaks
+from fxmem.profiling.allocator_state import AllocatorPeaks
 from fxmem.profiling.peak_watch import Alive
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.peak import Breakdown, Place, breakdown_at_peak, place_of_peak

@@ -26,7 +26,8 @@ from fxmem.passes.context import CompileContext
 from fxmem.pipeline import compile_model, floor_bytes, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
-from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents
+from fxmem.profiling.allocator_state import AllocatorPeaks
+from fxmem.profiling.caching_allocator import StepEvents
 from fxmem.profiling.optimizer_on_meta import usual_step
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.verify import EagerCall, FakeStep, eager_step

@@ -1,4 +1,4 @@
-"""What CUDA's caching allocator of this process holds now: the state that a step to come starts from.
+"""What CUDA's caching allocator of this process holds now, the state that a step to come starts from, and its peaks.
 
 In: the tensors of a step that are there already. Out: an :class:`AllocatorState`, from ``torch.cuda.memory_snapshot``. A
 large block is split only where more than 1 MiB is left over, so what a step counts as allocated depends on the free
@@ -12,6 +12,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorPeaks:
+    """Largest sums over a stream of allocations, in bytes, ``workspace_bytes`` included."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    workspace_bytes: int = 0
+    """Of cuBLAS."""
+    most_allocated_bytes: int = 0
+    """With the workspaces of cuDNN's convolutions at their upper bound (:mod:`fxmem.profiling.cudnn_workspace`)."""
+    most_reserved_bytes: int = 0
+    """The same of ``reserved_bytes``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxmem.ir import Phase
-from fxmem.profiling.allocator_state import AllocatorState
+from fxmem.profiling.allocator_state import AllocatorPeaks, AllocatorState
 
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = 1 << 20
@@ -27,7 +27,8 @@ MIN_OWN_SEGMENT_BYTES = 10 << 20
 SEGMENT_GRAIN_BYTES = 2 << 20
 
 Allocation = tuple[str, int, int]
-"""("alloc" | "free" | "empty", key, nbytes); "empty" stands for ``torch.cuda.empty_cache()``."""
+"""("alloc" | "free" | "empty" | "end", key, nbytes); "empty" stands for ``torch.cuda.empty_cache()``, "end" for the end of
+a step that goes on as the one before."""
 
 
 def rounded(nbytes: int) -> int:
@@ -42,20 +43,6 @@ def segment_bytes(block_bytes: int) -> int:
     if block_bytes < MIN_OWN_SEGMENT_BYTES:
         return LARGE_SEGMENT_BYTES
     return -(-block_bytes // SEGMENT_GRAIN_BYTES) * SEGMENT_GRAIN_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class AllocatorPeaks:
-    """Largest sums over a stream of allocations, in bytes, ``workspace_bytes`` included."""
-
-    allocated_bytes: int
-    reserved_bytes: int
-    workspace_bytes: int = 0
-    """Of cuBLAS."""
-    most_allocated_bytes: int = 0
-    """With the workspaces of cuDNN's convolutions at their upper bound (:mod:`fxmem.profiling.cudnn_workspace`)."""
-    most_reserved_bytes: int = 0
-    """The same of ``reserved_bytes``."""
 
 
 @dataclass(slots=True)
@@ -163,6 +150,11 @@ class CachingAllocator:
             block = before
         self._pools[small].add(block)
 
+    @property
+    def free_blocks(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """The free blocks of each pool: what becomes of the next requests depends on nothing else."""
+        return tuple(tuple(pool.blocks) for pool in self._pools.values())
+
     def empty_cache(self) -> None:
         """Give segments that are free as a whole back to the device, as ``torch.cuda.empty_cache`` does."""
         for number, blocks in enumerate(self._segments):
@@ -222,14 +214,20 @@ def allocator_peaks(stream: Iterable[Allocation], *, expandable: bool | None = N
 
 
 def _peaks_of(stream: Iterable[Allocation], allocator: CachingAllocator) -> AllocatorPeaks:
+    """Stops after a step that left the allocator as the one before had: so does each that follows."""
     allocated, reserved = allocator.allocated_bytes, allocator.reserved_bytes
+    left: object = None
     for kind, key, nbytes in stream:
         if kind == "alloc":
             allocator.alloc(key, nbytes)
         elif kind == "free":
             allocator.free(key)
-        else:
+        elif kind == "empty":
             allocator.empty_cache()
+        else:
+            before, left = left, allocator.free_blocks
+            if left == before:
+                break
         allocated = max(allocated, allocator.allocated_bytes)
         reserved = max(reserved, allocator.reserved_bytes)
     return AllocatorPeaks(allocated, reserved)
@@ -237,9 +235,9 @@ def _peaks_of(stream: Iterable[Allocation], allocator: CachingAllocator) -> Allo
 
 # -- steps one after the other -------------------------------------------------------------------------------------------
 
-NUM_STEPS = 3
-"""How many steps are simulated: the first has no optimizer state, the second has it where the first was short of nothing,
-the third finds what the second left."""
+MOST_STEPS = 32
+"""As many steps are simulated where each leaves other free blocks than the one before; most settle within four: the first
+has no optimizer state, the second has it where the first was short of nothing, the third finds what the second left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +263,7 @@ class StepEvents:
     def library_bytes(self) -> int:
         return sum(nbytes for _, nbytes in self.libraries)
 
-    def history(self, num_steps: int = NUM_STEPS, emptied: bool = False) -> Iterator[Allocation]:
+    def history(self, num_steps: int = MOST_STEPS, emptied: bool = False) -> Iterator[Allocation]:
         """Yield what a process allocates that puts model and batch on the device and trains some steps. ``emptied``: the
         cache is emptied after each."""
         yield from self.present
@@ -286,6 +284,7 @@ class StepEvents:
             yield from self._new_at(len(self.step)) if number == 0 else ()
             yield from (("free", key + shift, 0) for key in sorted(own))
             yield from [("empty", 0, 0)] * emptied
+            yield "end", 0, 0
 
     def _new_at(self, place: int) -> Iterator[Allocation]:
         for index, (at, nbytes) in enumerate(self.libraries):

@@ -27,7 +27,7 @@ from fxmem.ir import (
 )
 from fxmem.planners.offload.link import sent_bytes
 from fxmem.planners.simulate import keep_all, simulate
-from fxmem.profiling.caching_allocator import AllocatorPeaks
+from fxmem.profiling.allocator_state import AllocatorPeaks
 from fxmem.report.graph import GraphNode, draw_graph, graph_nodes
 from fxmem.report.html import report_html, timeline_svg
 from fxmem.report.model_explorer import write_model_explorer

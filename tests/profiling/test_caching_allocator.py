@@ -220,3 +220,22 @@ def test_a_step_counts_as_more_where_the_free_blocks_it_finds_are_not_split() ->
     found = AllocatorState((busy, Segment(False, ((11 * MIB, True),))), own_bytes=2 * MIB, has_state=True)
     assert step.peaks().allocated_bytes == 10 * MIB
     assert step.peaks(found).allocated_bytes == 2 * MIB + 11 * MIB  # others' 40 MiB are not the step's
+
+
+GROWS_LATE = (
+    "+0:60 +1:23 +2:54 -0 +3:12 +4:59 +5:10 +6:18 +7:13 +8:49 +9:57 +10:28 -9 +11:19 +12:26 +13:35 +14:27 "
+    "-8 -1 -14 -6 -10 -7 -13 -2"
+)
+"""A step found by search: "+key:half MiB" is allocated, "-key" freed, the rest at its end."""
+
+
+def test_steps_are_simulated_until_one_leaves_the_allocator_as_the_one_before_did() -> None:
+    parts = [part.partition(":") for part in GROWS_LATE.split()]
+    step = tuple(
+        ("alloc" if key[0] == "+" else "free", int(key[1:]), int(halves or 0) * MIB // 2) for key, _, halves in parts
+    )
+    events = StepEvents(step=step, state=(("alloc", 100, 7 * MIB),), optimizer_at=16)
+    by_steps = [allocator_peaks(events.history(n)).reserved_bytes // MIB for n in (3, 4, 16)]
+    assert by_steps == [234, 248, 248]
+    assert events.peaks().reserved_bytes == 248 * MIB
+    assert sum(kind == "end" for kind, _, _ in events.history()) > 4

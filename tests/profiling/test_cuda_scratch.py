@@ -12,6 +12,7 @@ import torch
 
 from fxmem.devices import DEVICES
 from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
+from fxmem.profiling.caching_allocator import rounded
 from fxmem.profiling.cuda_reduction import TensorRecord, contiguous, reduction_blocks
 from fxmem.profiling.cuda_scratch import RULES, Scratch, scratch_of
 from fxmem.profiling.cudnn_workspace import workspace_bound
@@ -182,3 +183,11 @@ def test_winograd_s_transform_takes_two_and_a_quarter_times_input_and_result_in_
         copied = item * (maps + 9 * kernels)
         assert workspace_bound("convolution", args) == (copied if item == 2 else 9 * maps + 144 * kernels)
     assert workspace_bound("mm", {}) == 0
+
+
+def test_each_tensor_that_a_group_norm_makes_inside_is_a_block_of_its_own() -> None:
+    """The allocator rounds each up: 7,168 bytes, as PyTorch's host code took, where their sum is 6,656 rounded."""
+    record = TensorRecord((8, 64, 4, 4), (1024, 16, 4, 1), "float32")
+    args = {"N": 8, "C": 64, "HxW": 16, "group": 8, "weight": TensorRecord((64,), (1,), "float32")}
+    backward = scratch_of("native_group_norm_backward", {"grad_out": record, "input": record, **args}, DEVICES["a100"])
+    assert sum(map(rounded, backward.blocks)) == 7168

@@ -25,7 +25,8 @@ from fxmem.capture.graph import Inputs
 from fxmem.devices import device_named
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
-from fxmem.profiling.caching_allocator import AllocatorPeaks, StepEvents, StepLog, allocator_peaks
+from fxmem.profiling.allocator_state import AllocatorPeaks
+from fxmem.profiling.caching_allocator import StepEvents, StepLog, allocator_peaks
 from fxmem.profiling.cuda_reduction import TensorRecord, contiguous
 from fxmem.profiling.cuda_scratch import scratch_of
 from fxmem.profiling.device_memory import DeviceMemory

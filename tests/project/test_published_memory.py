@@ -7,7 +7,7 @@ import pytest
 from benchmarks import published_memory
 from benchmarks.published_memory import MIB, Outcome, Point, load, predict, summary, table
 from fxmem.devices import DEVICES
-from fxmem.profiling.caching_allocator import AllocatorPeaks
+from fxmem.profiling.allocator_state import AllocatorPeaks
 
 SOURCES, POINTS = load()
 
