@@ -7,11 +7,14 @@ blocks that it finds.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+MOST_UNSPLIT_BYTES = 1 << 20
+"""As much is left in a large block rather than split off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,20 @@ class AllocatorState:
     """Of the blocks that hold the tensors of the step."""
     has_state: bool
     """Whether the optimizer's state is among these."""
+    other_blocks: tuple[int, ...] = ()
+    """Bytes of the blocks that are taken by others, libraries among them."""
+
+    def lacking(self, libraries: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Return those of ``libraries``, (place, bytes) of their workspaces, that none of the other blocks can be: they are
+        still to be made. A block is up to 1 MiB larger than what was asked for."""
+        others, result = sorted(self.other_blocks), []
+        for place, nbytes in libraries:
+            found = bisect_left(others, nbytes)
+            if found < len(others) and others[found] <= nbytes + MOST_UNSPLIT_BYTES:
+                del others[found]
+            else:
+                result.append((place, nbytes))
+        return tuple(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +92,6 @@ def allocator_state(present: Iterable[torch.Tensor], *, has_state: bool) -> Allo
         segments.append(Segment(segment["segment_type"] == "small", tuple(blocks)))
     pointers = {t.untyped_storage().data_ptr() for t in tensors if t.untyped_storage().nbytes()}
     own = {bisect_right(starts, pointer) - 1 for pointer in pointers}
-    return AllocatorState(tuple(segments), sum(sizes[place] for place in own if place >= 0), has_state)
+    taken = {place for place, (_, free) in enumerate(block for s in segments for block in s.blocks) if not free}
+    own_bytes = sum(sizes[place] for place in own if place >= 0)
+    return AllocatorState(tuple(segments), own_bytes, has_state, tuple(sizes[place] for place in sorted(taken - own)))

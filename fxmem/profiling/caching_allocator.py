@@ -320,10 +320,11 @@ class StepEvents:
         """Return the most that is allocated by steps which start from ``now``."""
         freed = {key for kind, key, _ in self.step if kind == "free"}
         gradients = tuple(event for event in self.present if event[1] in freed)
-        steps = replace(self, present=gradients, state=() if now.has_state else self.state, libraries=())
+        lacking = now.lacking(self.libraries)
+        steps = replace(self, present=gradients, state=() if now.has_state else self.state, libraries=lacking)
         allocator = CachingAllocator.holding(now)
-        before = allocator.allocated_bytes
-        return _peaks_of(steps.history(), allocator).allocated_bytes - before + now.own_bytes + self.library_bytes
+        others = allocator.allocated_bytes - now.own_bytes - self.library_bytes + steps.library_bytes
+        return _peaks_of(steps.history(), allocator).allocated_bytes - others
 
     def _with_workspaces(self) -> StepEvents:
         """Return the step in which each workspace is allocated and freed."""

@@ -239,3 +239,17 @@ def test_steps_are_simulated_until_one_leaves_the_allocator_as_the_one_before_di
     assert by_steps == [234, 248, 248]
     assert events.peaks().reserved_bytes == 248 * MIB
     assert sum(kind == "end" for kind, _, _ in events.history()) > 4
+
+
+def test_a_workspace_that_no_block_of_others_can_be_is_still_to_be_made_where_the_step_uses_it() -> None:
+    """It takes the free block of 11 MiB, which the activation takes where the workspace is there already."""
+    workspace, free = 21 * MIB // 2, Segment(False, ((11 * MIB, True),))
+    more = Segment(False, ((20 * MIB, True),))
+    events = StepEvents(step=(("alloc", 0, 10 * MIB), ("free", 0, 0)), libraries=((0, workspace),))
+    first = AllocatorState((free, more), own_bytes=0, has_state=True)
+    taken = Segment(False, ((workspace, False),))
+    there = AllocatorState((free, more, taken), own_bytes=0, has_state=True, other_blocks=(workspace,))
+    assert (first.lacking(events.libraries), there.lacking(events.libraries)) == (events.libraries, ())
+    assert events.peaks().allocated_bytes == workspace + 10 * MIB
+    assert events.peaks(first).allocated_bytes == 11 * MIB + 10 * MIB
+    assert events.peaks(there).allocated_bytes == 11 * MIB + workspace

@@ -189,5 +189,7 @@ def test_each_tensor_that_a_group_norm_makes_inside_is_a_block_of_its_own() -> N
     """The allocator rounds each up: 7,168 bytes, as PyTorch's host code took, where their sum is 6,656 rounded."""
     record = TensorRecord((8, 64, 4, 4), (1024, 16, 4, 1), "float32")
     args = {"N": 8, "C": 64, "HxW": 16, "group": 8, "weight": TensorRecord((64,), (1,), "float32")}
-    backward = scratch_of("native_group_norm_backward", {"grad_out": record, "input": record, **args}, DEVICES["a100-80gb"])
+    backward = scratch_of(
+        "native_group_norm_backward", {"grad_out": record, "input": record, **args}, DEVICES["a100-80gb"]
+    )
     assert sum(map(rounded, backward.blocks)) == 7168
