@@ -327,6 +327,7 @@ class CompileCache:
         self, inputs: Inputs, autocast: Autocast | None, found: FoundParts | CaptureError
     ) -> Compiled:
         """Compile the parts that were ``found``, or are found now, as the whole cannot be captured."""
+        self._states.of_a_model_in_parts()
         context = CompileContext(self._model, inputs, replace(self._settings, background=False), autocast)
         if isinstance(found, FoundParts):
             return compile_in_parts(context, found, self._serve_part(autocast))

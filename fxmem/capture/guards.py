@@ -132,6 +132,13 @@ class ModelStates:
         self._look: _Look | None = None
         self._own: dict[int, int] = {}
         """By memory of a parameter or buffer, the number of the first one on it."""
+        self._in_parts = False
+
+    def of_a_model_in_parts(self) -> None:
+        """From now on the model's own code runs, which finds buffers by name: another tensor that lies as the one before,
+        such as a running range that each forward assigns anew, makes no other state. Parts have states of their own."""
+        if not self._in_parts:
+            self._in_parts, self._look = True, None
 
     @property
     def count(self) -> int:
@@ -141,12 +148,12 @@ class ModelStates:
     def number(self) -> int:
         """Return the number of the state that the model is in."""
         if self._look is None or self._look.differs():
-            state = _state_of(self._model)
+            state = _state_of(self._model, buffers_by_id=not self._in_parts)
             if state not in self._known:
                 self._known[state] = (len(self._known), not _may_change_unseen(self._model))
             self._number, may_look = self._known[state]
             self._own = _first_on_memory(self._model)
-            self._look = _Look(self._model) if may_look else None
+            self._look = _Look(self._model, with_buffers=not self._in_parts) if may_look else None
         return self._number
 
     def among(self, tensors: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
@@ -157,11 +164,15 @@ class ModelStates:
 
 
 class _Look:
-    """All that a model's state is made of, by identity, to tell whether anything was replaced since."""
+    """All that a model's state is made of, by identity, to tell whether anything was replaced since.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    ``with_buffers``: False of a model whose buffers may be replaced; those before are not kept alive.
+    """
+
+    def __init__(self, model: torch.nn.Module, with_buffers: bool) -> None:
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]  # of which no graph is made
-        holders = [h for m in modules for h in (m.__dict__, m._parameters, m._buffers, m._modules)]
+        buffers: list[dict[str, Any]] = [m._buffers for m in modules] if with_buffers else []
+        holders = [h for m in modules for h in (m.__dict__, m._parameters, m._modules)] + buffers
         inside = list(_holders_in(model))
         holders += inside
         self._empty = [h for h in holders if not isinstance(h, tuple | frozenset) and not h]
@@ -170,7 +181,8 @@ class _Look:
         self._holders += [vars(kind).values() for kind in _classes_of(model)]
         self._holders += [h for h in inside if isinstance(h, dict) and h]
         self._values = list(chain.from_iterable(self._holders))
-        self._tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        registered = [*(m._parameters for m in modules), *buffers]
+        self._tensors = [t for tensors in registered for t in tensors.values() if t is not None]
         self._facts = list(map(_facts, self._tensors))
         self._placed = [t for t in self._tensors if _has_memory(t)]
         self._places = list(map(torch.Tensor.data_ptr, self._placed))
@@ -287,7 +299,7 @@ def _found_slot_names(kind: Any) -> tuple[str, ...]:
     return tuple([name for name in names if not name.startswith("__")])
 
 
-def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
+def _state_of(model: torch.nn.Module, buffers_by_id: bool) -> tuple[Any, ...]:
     state: list[Any] = []
     known: dict[int, Any] = {}
     own, first = _own_tensors(model), _first_on_memory(model)
@@ -296,7 +308,8 @@ def _state_of(model: torch.nn.Module) -> tuple[Any, ...]:
         state += (id(module), type(module), *children)
         for name, t in (*module._parameters.items(), *module._buffers.items()):
             if t is not None:
-                state += (name, id(t), _facts(t), first.get(_memory(t)) if _has_memory(t) else None)
+                itself = id(t) if buffers_by_id or name in module._parameters else None
+                state += (name, itself, _facts(t), first.get(_memory(t)) if _has_memory(t) else None)
         others = []
         for name, value in module.__dict__.items():
             if type(value) in CONSTANTS:

@@ -125,3 +125,36 @@ def test_a_model_that_looks_at_values_is_planned_in_parts_under_one_budget() -> 
     with pytest.raises(fxmem.InfeasibleBudgetError, match="the step of Gated, of which 2 parts are planned") as info:
         fxmem.optimize(copy.deepcopy(eager), x, budget=floor - 1, **QUICK)
     assert info.value.least_bytes == floor
+
+
+class Ranged(Gated):
+    """Keeps a running range, as quantizing layers do: each forward assigns another tensor to the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Residual(), Residual())
+        self.register_buffer("range", torch.zeros(1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.range = self.range * 0.9 + x.detach().max() * 0.1
+        return super().forward(x)
+
+
+@pytest.mark.slow
+def test_a_buffer_that_each_forward_assigns_anew_is_no_other_state_and_the_one_before_goes() -> None:
+    torch.manual_seed(0)
+    model, x = Ranged(), batch()
+    model.gates[0].weigh.bias.data.fill_(-10.0)
+    with pytest.warns(UserWarning, match="planned in parts"):
+        optimized = fxmem.optimize(model, x, budget="95%", **QUICK)
+    for _ in range(2):  # which show how the loop uses the model
+        step(optimized, x)
+        optimized.zero_grad()
+    for _ in range(2):
+        planned = optimized.fxmem.plans.latest
+        assert planned is not None
+        optimized.zero_grad()
+        with fxmem.track(model, x) as memory:
+            step(optimized, x)
+        assert optimized.fxmem.plans.latest is planned
+        assert memory.peak_bytes == planned.report.predicted_peak_bytes
