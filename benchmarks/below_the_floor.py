@@ -112,7 +112,7 @@ def seconds_of_pieces(num_steps: int) -> tuple[float, float]:
     model, tokens = gpt2(n_layer=4, n_embd=256, n_head=4).train(), torch.randint(0, 50_257, (2, 512))
     captured = capture(model, Inputs.of((tokens,), {}))
     heads, _ = heads_of(captured.graph_module.graph)
-    pieces = in_pieces(captured, heads, NUM_PIECES)
+    pieces = in_pieces(captured, dict.fromkeys(heads, NUM_PIECES))
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(num_steps):
         for graph, taken in zip((captured, pieces), times, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,8 +31,20 @@ class _Clock(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if func.overloadpacket not in ALLOCATIONS:
             read = {name: value for name, value in (kwargs or {}).items() if name not in WRITTEN}
-            self.seconds += self.hardware.seconds(*work_of(func, args, read, output))
+            for given, made in _kernels(func, args, output):
+                self.seconds += self.hardware.seconds(*work_of(func, given, read, made))
         return output
+
+
+def _kernels(func: Any, args: Any, output: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield arguments and results of the kernels that an op runs: a convolution's backward has one for the gradient of its
+    input, which does not read that input, and one for those of weight and bias."""
+    if func is not aten.convolution_backward.default or not (args[-1][0] and args[-1][1]):
+        yield args, output
+        return
+    grad, x, *rest, (_, _, of_bias) = args
+    yield (grad, x.new_empty(1).expand(x.shape), *rest, [True, False, False]), (output[0], None, None)
+    yield (grad, x, *rest, [False, True, of_bias]), (None, *output[1:])
 
 
 def keeping_seconds(captured: CaptureGraph, inputs: Inputs, loss: Callable[[Any], Tensor], hardware: Hardware) -> float:

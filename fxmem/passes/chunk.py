@@ -4,15 +4,16 @@ In: a captured graph. Out: the graph in which such chains (:mod:`fxmem.passes.ch
 :mod:`fxmem.runtime.chunked_ops` each.
 
 Which are put in pieces, and in how many: heads first, since that takes no time, then MLPs too, whose forward runs once
-more; each with k = 4, 16, 64, until the step with all recomputed keeps the budget or its peak falls no further. Chains with
-dropout inside are left alone (eager's mask is one draw for all rows). Not found are losses put together from other ops,
-scores that are transposed or of float16, and layers in an autocast region of the model's own.
+more; k = 4, 16, 64, of the one or the other, until the step with all recomputed keeps the budget or its peak falls no
+further. Chains with dropout inside are left alone (eager's mask is one draw for all rows). Not found are losses put
+together from other ops, scores that are transposed or of float16, and layers in an autocast region of the model's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,10 +41,11 @@ from fxmem.runtime.chunked_ops import ChunkedLoss, ChunkedRows
 
 aten = torch.ops.aten
 
-HEAD_PIECES = (4, 16, 64)
-MLP_PIECES = (4, 16)
+PIECES = (4, 16, 64)
 LEAST_GAIN = 0.01
 """More pieces must lower the peak by so much of itself."""
+
+Chains = tuple[Head, ...] | tuple[Mlp, ...]
 
 
 class Chunk:
@@ -56,25 +58,42 @@ class Chunk:
 
     def apply(self, graph: CaptureGraph, context: CompileContext) -> CaptureGraph:
         heads, left = heads_of(graph.graph_module.graph)
-        mlps = mlps_of(graph.graph_module.graph)
-        whole_bytes = best_bytes = _least_bytes(graph, context)
-        best, what = graph, ""
-        stages: list[tuple[tuple[Head | Mlp, ...], tuple[int, ...]]] = []
-        stages += [(heads, HEAD_PIECES)] if heads else []
-        stages += [((*heads, *mlps), MLP_PIECES)] if mlps else []
-        for chains, pieces in stages:
-            for k in pieces:
-                if what and best_bytes <= (context.settings.budget_bytes or 0):
-                    break
-                made = in_pieces(graph, chains, k)
-                nbytes = _least_bytes(made, context)
-                if nbytes > (1 - LEAST_GAIN) * best_bytes:
-                    break
-                best, best_bytes, what = made, nbytes, _said(chains, k)
-        notes = (
-            [ChoiceMade("chunk", f"{what}, of the step with all recomputed", whole_bytes - best_bytes)] if what else []
-        )
-        return _with(best, *notes, *(ChoiceMade("chunk", why, 0) for why in left))
+        kinds: list[Chains] = [chains for chains in (heads, mlps_of(graph.graph_module.graph)) if chains]
+        whole = best = _Cut(graph, (0,) * len(kinds), _least_bytes(graph, context))
+        while (cut := _cut_more(graph, context, kinds, best)) is not None:
+            best = cut
+            if best.peak_bytes <= (context.settings.budget_bytes or 0):
+                break
+        notes = [] if best is whole else [_made(kinds, best, whole.peak_bytes - best.peak_bytes)]
+        return _with(best.graph, *notes, *(ChoiceMade("chunk", why, 0) for why in left))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A graph with chains in pieces."""
+
+    graph: CaptureGraph
+    places: tuple[int, ...]
+    """For each kind of chain: 0 if they are whole, else the place of their number in :data:`PIECES`, from 1."""
+    peak_bytes: int
+    """Of the step with all recomputed."""
+
+
+def _cut_more(graph: CaptureGraph, context: CompileContext, kinds: Sequence[Chains], best: _Cut) -> _Cut | None:
+    """Return the first of these that lowers the peak: more pieces of one kind of chain, or of all; None if none does."""
+    more = [tuple(int(k == other) for other in range(len(kinds))) for k in range(len(kinds))]
+    for by in dict.fromkeys((*more, (1,) * len(kinds))):
+        places = tuple(map(operator.add, best.places, by))
+        if max(places, default=len(PIECES) + 1) > len(PIECES):
+            continue
+        pieces = {
+            chain: PIECES[place - 1] for chains, place in zip(kinds, places, strict=True) if place for chain in chains
+        }
+        made = in_pieces(graph, pieces)
+        cut = _Cut(made, places, _least_bytes(made, context))
+        if cut.peak_bytes <= (1 - LEAST_GAIN) * best.peak_bytes:
+            return cut
+    return None
 
 
 def _with(graph: CaptureGraph, *made: ChoiceMade) -> CaptureGraph:
@@ -86,29 +105,33 @@ def _least_bytes(graph: CaptureGraph, context: CompileContext) -> int:
     return simulate(profile, drop_all(profile)).peak_bytes
 
 
-def _said(chains: Sequence[Head | Mlp], k: int) -> str:
-    num_heads = sum(isinstance(chain, Head) for chain in chains)
-    parts = [f"{n} {name}" for n, name in ((num_heads, "heads with a loss"), (len(chains) - num_heads, "MLPs")) if n]
-    return f"{' and '.join(parts)} run in {k} pieces, which changes the order of sums over rows"
+def _made(kinds: Sequence[Chains], cut: _Cut, spared_bytes: int) -> ChoiceMade:
+    parts = [
+        f"{len(chains)} {'heads with a loss' if isinstance(chains[0], Head) else 'MLPs'} run in {PIECES[place - 1]} pieces"
+        for chains, place in zip(kinds, cut.places, strict=True)
+        if place
+    ]
+    what = f"{' and '.join(parts)}, which changes the order of sums over rows, of the step with all recomputed"
+    return ChoiceMade("chunk", what, spared_bytes)
 
 
 # -- what is written -----------------------------------------------------------------------------------------------------
 
 
-def in_pieces(captured: CaptureGraph, chains: Iterable[Head | Mlp], k: int) -> CaptureGraph:
-    """Return the captured graph with ``chains`` as one op each, which runs them in ``k`` pieces."""
+def in_pieces(captured: CaptureGraph, pieces: Mapping[Head | Mlp, int]) -> CaptureGraph:
+    """Return the captured graph with the chains of ``pieces`` as one op each, which runs them in so many pieces."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    ends = {chain.loss if isinstance(chain, Head) else chain.last: chain for chain in chains}
+    ends = {chain.loss if isinstance(chain, Head) else chain.last: chain for chain in pieces}
     inside = {node for chain in ends.values() for node in chain.inside}
     for node in captured.graph_module.graph.nodes:
         if node in inside or (is_check(node) and inside & set(node.all_input_nodes)):
             continue
         chain = ends.get(node)
         if isinstance(chain, Head):
-            env[node] = _write_head(graph, chain, k, env)
+            env[node] = _write_head(graph, chain, pieces[chain], env)
         elif chain is not None:
-            env[node] = _write_mlp(graph, chain, k, env)
+            env[node] = _write_mlp(graph, chain, pieces[chain], env)
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
     return with_graph(captured, graph)

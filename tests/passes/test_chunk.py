@@ -86,7 +86,7 @@ def check_pieces(model: nn.Module, inputs: tuple[torch.Tensor, ...], num_heads: 
     assert (len(heads), len(mlps)) == (num_heads, num_mlps)
     expected = gradients(model, lambda: model(*inputs))
     for k in (1, 2, 5, 100):
-        pieces = in_pieces(graph, (*heads, *mlps), k)
+        pieces = in_pieces(graph, dict.fromkeys((*heads, *mlps), k))
         twice = [gradients(model, lambda: pieces.call(pieces.graph_module, list(inputs))) for _ in range(2)]  # noqa: B023
         for found, again in zip((twice[0][0], *twice[0][1]), (twice[1][0], *twice[1][1]), strict=True):
             assert torch.equal(found, again)
@@ -204,14 +204,14 @@ def test_chains_with_dropout_and_scores_read_elsewhere_are_left_alone() -> None:
 def test_a_loss_of_no_row_that_counts_is_eagers() -> None:
     model, (tokens, labels) = Head(flat).train(), batch()
     graph = graph_of(model, tokens, labels)
-    pieces = in_pieces(graph, heads_of(graph.graph_module.graph)[0], 3)
+    pieces = in_pieces(graph, dict.fromkeys(heads_of(graph.graph_module.graph)[0], 3))
     assert pieces.call(pieces.graph_module, [tokens, torch.full_like(labels, -100)]).isnan()
 
 
 def test_a_graph_that_is_kept_has_its_gradients_twice() -> None:
     model, inputs = Head(flat).double().train(), batch()
     graph = graph_of(model, *inputs)
-    pieces = in_pieces(graph, heads_of(graph.graph_module.graph)[0], 3)
+    pieces = in_pieces(graph, dict.fromkeys(heads_of(graph.graph_module.graph)[0], 3))
     loss = pieces.call(pieces.graph_module, list(inputs)) * 3.0
     loss.backward(retain_graph=True)
     once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -235,7 +235,7 @@ def test_what_follows_may_write_over_a_chains_result() -> None:
         torch.randn(5, 3, 8),
     )
     graph = graph_of(model, x)
-    pieces = in_pieces(graph, mlps_of(graph.graph_module.graph), 2)
+    pieces = in_pieces(graph, dict.fromkeys(mlps_of(graph.graph_module.graph), 2))
     torch.testing.assert_close(pieces.call(pieces.graph_module, [x]), model(x))
 
 
