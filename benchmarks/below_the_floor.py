@@ -1,34 +1,35 @@
 """What opt-in choices bring below the floor that recomputation alone reaches: ``python -m benchmarks.below_the_floor``.
 
-Predicted, on the meta device, of GPT-2 and of Llama blocks under a vocabulary of 128,256, each with AdamW; written to
-``benchmarks/results/below_the_floor.json``. With ``--time``:
-CPU seconds of a step of a small GPT-2, as it is and with its head in pieces and nothing recomputed, in turns, the median.
+Floors, predicted on the meta device, of GPT-2 and of Llama blocks under a vocabulary of 128,256, each with AdamW; and steps
+that ran on the CPU (:mod:`benchmarks.below_the_floor_steps`). ``--floors`` or ``--steps`` asks for one of the two. All is
+written to ``benchmarks/results/below_the_floor.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 import fxmem
+from benchmarks import below_the_floor_steps as steps
 from benchmarks.libraries import import_library
 from benchmarks.results_file import RESULTS, machine
-from fxmem.capture.export import capture
-from fxmem.capture.graph import Inputs
-from fxmem.passes.chunk import in_pieces
-from fxmem.passes.chunk_chains import heads_of
 
 PATH = RESULTS / "below_the_floor.json"
-NUM_PIECES = 4
-DEFAULT = ("recompute", "inplace")
+NUM_PAIRS = 8
+"""Of steps whose CPU time is taken, one way and the other."""
+VOCABULARY = 128_256
+"""Of Llama 3."""
+PARTS = ("gradients", "times", "in_backward", "micro_batches")
+"""Of the steps."""
+DEFAULT = steps.DEFAULT
 ALLOWED = {
     "recompute": DEFAULT,
     "+ chunk": (*DEFAULT, "chunk"),
@@ -61,25 +62,28 @@ def gpt2(**changes: Any) -> nn.Module:
     return LossAlone(transformers.GPT2LMHeadModel(transformers.GPT2Config(**off, **changes)))
 
 
-def llama_blocks() -> nn.Module:
+def llama_blocks(
+    num_layers: int = 4, width: int = 2048, num_heads: int = 32, dtype: torch.dtype | None = None
+) -> nn.Module:
     transformers = import_library("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=4,
-        num_attention_heads=32,
-        num_key_value_heads=8,
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 4,
         tie_word_embeddings=True,
         use_cache=False,
     )
-    return LossAlone(transformers.LlamaForCausalLM(config))
+    return LossAlone(transformers.LlamaForCausalLM(config)).to(dtype)
 
 
 CASES = (
     Case("GPT-2, vocabulary 50,257, batch 8 x 1,024", gpt2, (8, 1024)),
     Case("4 Llama blocks of 2,048, vocabulary 128,256, batch 8 x 1,024", llama_blocks, (8, 1024)),
     Case("4 Llama blocks of 2,048, vocabulary 128,256, batch 2 x 8,192", llama_blocks, (2, 8192)),
+    Case("the same in bf16, batch 8 x 1,024", partial(llama_blocks, dtype=torch.bfloat16), (8, 1024)),
 )
 
 
@@ -106,28 +110,44 @@ def floors(case: Case, plan_seconds: float) -> Iterator[Floor]:
         yield Floor(case.name, name, estimate.floor_bytes, static)
 
 
-def seconds_of_pieces(num_steps: int) -> tuple[float, float]:
-    """Return the median seconds of a step of a small GPT-2: as it is, and with its head in :data:`NUM_PIECES`."""
-    torch.manual_seed(0)
-    model, tokens = gpt2(n_layer=4, n_embd=256, n_head=4).train(), torch.randint(0, 50_257, (2, 512))
-    captured = capture(model, Inputs.of((tokens,), {}))
-    heads, _ = heads_of(captured.graph_module.graph)
-    pieces = in_pieces(captured, dict.fromkeys(heads, NUM_PIECES))
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(num_steps):
-        for graph, taken in zip((captured, pieces), times, strict=True):
-            start = time.process_time()
-            graph.call(graph.graph_module, [tokens]).backward()
-            taken.append(time.process_time() - start)
-            model.zero_grad()
-    return statistics.median(times[0][1:]), statistics.median(times[1][1:])
+def steps_of(parts: Sequence[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield what steps that ran under choices showed, by part."""
+    languages = (
+        (
+            "GPT-2, 2 layers of 64, vocabulary 50,257, batch 2 x 128",
+            partial(gpt2, n_layer=2, n_embd=64, n_head=2),
+            50_257,
+        ),
+        ("2 Llama blocks of 64, vocabulary 128,256, batch 2 x 128", partial(llama_blocks, 2, 64, 4), VOCABULARY),
+    )
+    timed = (
+        (
+            "GPT-2, 4 layers of 256, vocabulary 50,257, batch 2 x 512",
+            partial(gpt2, n_layer=4, n_embd=256, n_head=4),
+            50_257,
+        ),
+        ("4 Llama blocks of 256, vocabulary 128,256, batch 2 x 256", partial(llama_blocks, 4, 256, 4), VOCABULARY),
+    )
+    if "gradients" in parts:
+        yield "gradients", [asdict(steps.gradients_of(name, build, (2, 128), n)) for name, build, n in languages]
+    if "times" in parts:
+        found = [
+            steps.measured_time(name, build, batch, n, NUM_PAIRS)
+            for (name, build, n), batch in zip(timed, ((2, 512), (2, 256)), strict=True)
+        ]
+        found += [row for case in CASES for row in steps.predicted_times(case.name, case.build, case.batch)]
+        yield "times", [asdict(row) for row in found]
+    if "in_backward" in parts:
+        yield "in_backward", [asdict(steps.in_backward("GPT-2, batch 1 x 32", gpt2, (1, 32), 50_257))]
+    if "micro_batches" in parts:
+        yield "micro_batches", [asdict(steps.micro_batches())]
 
 
 def text() -> str:
     """Return the committed floors as a table: GB, and shares of recomputation's, with what is static and without."""
     results = json.loads(PATH.read_text(encoding="utf-8"))
     found = [Floor(**row) for row in results["floors"]]
-    lines = [f"| model, fp32 | static | {' | '.join(ALLOWED)} |", f"|---|---|{'---|' * len(ALLOWED)}"]
+    lines = [f"| model | static | {' | '.join(ALLOWED)} |", f"|---|---|{'---|' * len(ALLOWED)}"]
     for name in dict.fromkeys(floor.model for floor in found):
         of_model = {floor.allow: floor for floor in found if floor.model == name}
         first = of_model["recompute"]
@@ -147,27 +167,41 @@ def _cell(first: Floor, floor: Floor) -> str:
 def save(rows: Iterable[Floor]) -> None:
     """Write ``rows`` in place of those of the same cases."""
     rows = list(rows)
-    kept = json.loads(PATH.read_text(encoding="utf-8"))["floors"] if PATH.exists() else []
-    kept = [row for row in kept if row["model"] not in {floor.model for floor in rows}]
+    kept = [row for row in _kept().get("floors", ()) if row["model"] not in {floor.model for floor in rows}]
     order = [case.name for case in CASES]
-    body = sorted((*kept, *map(asdict, rows)), key=lambda row: order.index(row["model"]))
-    PATH.write_text(json.dumps({"machine": machine(), "floors": body}, indent=1) + "\n", encoding="utf-8")
+    _write("floors", sorted((*kept, *map(asdict, rows)), key=lambda row: order.index(row["model"])))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def _kept() -> dict[str, Any]:
+    return dict(json.loads(PATH.read_text(encoding="utf-8"))) if PATH.exists() else {}
+
+
+def _write(part: str, rows: list[dict[str, Any]]) -> None:
+    results = {**_kept(), "machine": machine(), part: rows}
+    PATH.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Plan and run what is asked for, write it, print all that is known."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--plan-seconds", type=float, default=10.0)
-    parser.add_argument("--time", type=int, metavar="STEPS", default=0)
-    parser.add_argument("--case", metavar="TEXT", default="", help="only cases whose name contains it")
+    parser.add_argument("--floors", action="store_true", help="floors, but no steps")
+    parser.add_argument(
+        "--steps", nargs="*", choices=PARTS, metavar="PART", help="steps, or some of them, but no floors"
+    )
+    parser.add_argument("--case", metavar="TEXT", default="", help="only floors of cases whose name contains it")
     arguments = parser.parse_args()
-    if arguments.time:
-        whole, pieces = seconds_of_pieces(arguments.time)
-        print(f"a step as it is {whole:.3f} s, with the head in pieces {pieces:.3f} s: {pieces / whole - 1:+.1%}")
-        return
-    for case in (case for case in CASES if arguments.case in case.name):
-        save(floors(case, arguments.plan_seconds))
+    if arguments.steps is None:
+        for case in (case for case in CASES if arguments.case in case.name):
+            save(floors(case, arguments.plan_seconds))
+    if not arguments.floors:
+        for part, rows in steps_of(arguments.steps or PARTS):
+            _write(part, rows)
+            print(steps.step_text({part: rows}), flush=True)
     print(text())
+    print(steps.step_text(_kept()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

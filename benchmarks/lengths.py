@@ -2,10 +2,11 @@
 
 Predicted from the configuration alone, on an emulated H100: all 32 layers, bf16, batch 1, LoRA of rank 16 on queries and
 values (peft's default for Llama), AdamW. By choices: recomputation alone; heads and MLPs in pieces too; values in host
-memory too. Of the plans, those count whose recomputations and waits for the link take no longer than one more forward pass,
-what MLPs in pieces run again included. The longest multiple of :data:`STEP` tokens is looked for by secants: the least peak
-is all but affine in the length. The plan at that length is then emitted and its step run on fakes, which tells what CUDA's
-allocator makes of it. ALST (Bekman et al. 2025) sweeps lengths so.
+memory too. Of the plans, those count whose recomputations and waits for the link, what MLPs in pieces run again included,
+take at most :data:`MOST_OVERHEAD` of the eager step's time; one forward pass is a third of it. The longest multiple of
+:data:`STEP` tokens is looked for by secants, to 2 %: the least peak is all but affine in the length. The plan at that
+length is then emitted and its step run on fakes, which tells what CUDA's allocator makes of it. ALST (Bekman et al. 2025)
+sweeps lengths so.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ ALLOWED = {
     "+ chunk": (*DEFAULT, "chunk"),
     "+ offload": (*DEFAULT, "chunk", "offload"),
 }
-STARTS = {"recompute": (32, 36), "+ chunk": (128, 160), "+ offload": (384, 512)}
+STARTS = {"recompute": (34, 36), "+ chunk": (146, 149), "+ offload": (512, 560)}
 """In steps: where the search begins."""
+MOST_OVERHEAD = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ class Length:
 
     @property
     def best(self) -> FrontierPoint:
-        """The plan of the least peak that takes at most one more forward pass."""
-        limit = self.profiled.profile.forward_seconds - self.rerun_seconds
+        """The plan of the least peak that takes little enough time."""
+        limit = MOST_OVERHEAD * self.profiled.profile.step_seconds - self.rerun_seconds
         return min((p for p in self.points if p.recompute_seconds <= limit), key=lambda point: point.peak_bytes)
 
     @property
@@ -185,7 +187,7 @@ def longest(name: str, plan_seconds: float) -> Longest:
         fitting = max(n for n, nbytes in needs.items() if nbytes <= BUDGET_BYTES)
         failing = min((n for n, nbytes in needs.items() if nbytes > BUDGET_BYTES), default=2 * max(needs) + 1)
         guess = min(max(guess, fitting + 1), failing - 1)
-        if guess in needs:
+        if guess in needs or failing - fitting <= fitting // 50:
             break
         low, high = high, guess
     assert best is not None, "the search ends at a length that fits"

@@ -248,6 +248,8 @@ class Offload(PlainData):
     those after which it refers to them no longer."""
     stall_seconds: float = 0.0
     """How long the step waits for the link because of it, by :mod:`fxmem.planners.offload.link`."""
+    num_fetches: int = 1
+    """How many times it is fetched, over which that wait is spread."""
 
 
 @dataclass(frozen=True, slots=True)

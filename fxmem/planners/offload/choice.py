@@ -22,16 +22,20 @@ from fxmem.planners.offload.recipes import sent, slots_of, with_offloads
 from fxmem.planners.pareto import Clock, pareto
 from fxmem.planners.simulate import Run, run_of, simulate, tables_of
 
-MOST_STARTS = 8
-"""Points that walks start from."""
+MOST_STARTS, FEWEST_STARTS = 8, 2
+"""Points that walks start from: fewer in graphs of more than ``LONG`` recipes."""
 STEP_SHARE = 0.01
-"""Of the span between the first peak and what cannot be helped: bytes that one step of a walk takes from the peak."""
+"""Of the span between the first peak and what cannot be helped: bytes that one step of a walk takes from the peak; more in
+longer graphs."""
+LONG = 300
+WALK_SHARE = 0.7
+"""Of the time: for walks; the rest is for starting fetches ahead."""
 PATIENCE = 12
 """Steps of a walk that may leave the peak where it is."""
 LARGE = (1.0, 0.125)
 """Of the largest idle value: what one walk, and the other, offloads first, in the order in which it is made."""
-MOST_TIMED = 40
-"""Points whose fetches are started ahead."""
+MOST_TIMED, FEWEST_TIMED = 40, 10
+"""Points whose fetches are started ahead; fewer in longer graphs."""
 
 NAME = "offload"
 
@@ -45,20 +49,29 @@ def with_offloading(
 
     ``points``: the first keeps all that may be kept. ``never``: storages that are not to be offloaded.
     """
-    clock = Clock(seconds)
-    starts = _spread(points, MOST_STARTS)
-    plans = [_instead_of_recomputing(profile, start.plan, link, never) for start in starts]
-    plans.append(offload_all(profile, points[0].plan, never))
+    clock, walking, length = Clock(seconds), Clock(WALK_SHARE * seconds), max(1.0, len(profile.recipes) / LONG)
+    starts = _starts(profile, points, max(FEWEST_STARTS, round(MOST_STARTS / length)))
+    plans = [offload_all(profile, points[0].plan, never)]
+    plans += [_instead_of_recomputing(profile, start.plan, link, never) for start in starts]
     found = list(points)
     for start in (*starts, *(_at_best(profile, plan, link) for plan in plans)):
         for large in LARGE:
-            found += _walk(profile, start, link, (never, large), clock)
+            found += _walk(profile, start, link, (never, large), length * STEP_SHARE, walking)
     timed = list(points)
-    for point in _spread([p for p in pareto(found) if p.plan.offloads], MOST_TIMED):
+    offloading = [p for p in pareto(found) if p.plan.offloads]
+    for point in reversed(_spread(offloading, max(FEWEST_TIMED, round(MOST_TIMED / length)))):
         if clock.over:
             break
         timed += [_judged(profile, point.plan, link), *_in_time(profile, point, link)]
     return pareto(timed)
+
+
+def _starts(profile: GraphProfile, points: Sequence[FrontierPoint], most: int) -> list[FrontierPoint]:
+    """Return points that walks start from, of the least peak first: those that recompute no more than one forward pass, for
+    offloads are to take the place of dear recomputations, and the very last."""
+    cheap = [p for p in points if p.recompute_seconds <= profile.forward_seconds]
+    starts = _spread(cheap, most)[::-1]
+    return starts if points[-1] in starts else [*starts, points[-1]]
 
 
 def offload_all(profile: GraphProfile, plan: Plan, never: frozenset[int] = frozenset()) -> Plan:
@@ -142,14 +155,20 @@ def _stays(profile: GraphProfile, plan: Plan) -> dict[int, tuple[range, range]]:
 
 
 def _walk(
-    profile: GraphProfile, start: FrontierPoint, link: Link, order: tuple[frozenset[int], float], clock: Clock
+    profile: GraphProfile,
+    start: FrontierPoint,
+    link: Link,
+    order: tuple[frozenset[int], float],
+    step_share: float,
+    clock: Clock,
 ) -> Iterator[FrontierPoint]:
     """Yield ``start`` and then plans of falling peaks: each offloads more of what lies idle at the peak of the last.
 
     ``order``: what is never offloaded, and the share of the largest idle value from which on a value goes first.
+    ``step_share``: :data:`STEP_SHARE` of this graph.
     """
     point, best_bytes, patience = start, start.peak_bytes, PATIENCE
-    step_bytes = max(1, round(STEP_SHARE * (start.peak_bytes - profile.static.total_bytes)))
+    step_bytes = max(1, round(step_share * (start.peak_bytes - profile.static.total_bytes)))
     while patience and not clock.over:
         yield point
         taken_bytes, plan = 0, point.plan

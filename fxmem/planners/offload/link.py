@@ -82,14 +82,23 @@ def tick_seconds(profile: GraphProfile) -> list[float]:
 
 def priced(profile: GraphProfile, plan: Plan, link: Link) -> Plan:
     """Return ``plan`` with the seconds that the step waits for each of its offloads."""
-    stalls = stalls_of(profile, plan, link)
+    lanes = _run(profile, plan, link)
     return replace(
-        plan, offloads=tuple(replace(offload, stall_seconds=stalls[offload.recipe]) for offload in plan.offloads)
+        plan,
+        offloads=tuple(
+            replace(o, stall_seconds=lanes.stalls[o.recipe], num_fetches=max(1, lanes.num_fetches[o.recipe]))
+            for o in plan.offloads
+        ),
     )
 
 
 def stalls_of(profile: GraphProfile, plan: Plan, link: Link) -> dict[int, float]:
     """Return, for each recipe that ``plan`` offloads, how long the step waits for its copies."""
+    return _run(profile, plan, link).stalls
+
+
+def _run(profile: GraphProfile, plan: Plan, link: Link) -> _Lanes:
+    """Return the lanes at the end of the step."""
     lane = _Lanes(profile, plan, link)
     derived = with_offloads(profile, plan)
     seconds, steps = tick_seconds(profile), run_of(derived, plan.limits, record=True).steps
@@ -107,7 +116,7 @@ def stalls_of(profile: GraphProfile, plan: Plan, link: Link) -> dict[int, float]
                 lane.compute(derived.recipes[recipe].seconds)
         if tick.node is not None and tick.phase is Phase.FORWARD:
             lane.send(tick.node, derived.ticks[number].last_used)
-    return lane.stalls
+    return lane
 
 
 class _Lanes:
@@ -121,6 +130,7 @@ class _Lanes:
         self._sent: dict[int, float] = {}
         self._arriving: dict[int, float] = {}
         self.stalls = dict.fromkeys(self._bytes, 0.0)
+        self.num_fetches = dict.fromkeys(self._bytes, 0)
 
     def compute(self, seconds: float) -> None:
         self.now += seconds
@@ -141,6 +151,7 @@ class _Lanes:
 
     def fetch(self, recipe: int) -> None:
         """A copy to the device starts; it is waited for when it is needed."""
+        self.num_fetches[recipe] += 1
         self._arriving[recipe] = self._to_device = max(self._to_device, self.now) + self._seconds(recipe)
         if not self._link.overlaps:
             self._wait(recipe, self._to_device)

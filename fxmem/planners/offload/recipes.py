@@ -6,7 +6,8 @@ judge, planners, what is emitted) works as on any other.
 NOTE [Offloads as recipes]
 
 1. What a plan offloads is a dropped storage whose recipe is a fetch: it reads nothing on the device, takes the time that
-   the step waits for the link, and makes what is asked for of its products and no more. All rules above hold for it.
+   the step waits for the link, shared by all fetches of it, and makes what is asked for of its products and no more. All
+   rules above hold for it.
 2. In the forward it is let go of like any dropped storage, or after a later node that the plan names: the copy is over by
    then, or the step waits for it.
 3. A fetch ahead of its use is one that the unpacking of another storage asks for. It fills slots as its use would.
@@ -31,9 +32,8 @@ def with_offloads(profile: GraphProfile, plan: Plan) -> GraphProfile:
     recipes, ahead, left = list(profile.recipes), dict[int, list[int]](), dict[int, int]()
     for offload in plan.offloads:
         recipe = recipes[offload.recipe]
-        recipes[offload.recipe] = replace(
-            recipe, inputs=(), seconds=offload.stall_seconds, peak_bytes=0, capture_peak_bytes=0
-        )
+        seconds = offload.stall_seconds / offload.num_fetches
+        recipes[offload.recipe] = replace(recipe, inputs=(), seconds=seconds, peak_bytes=0, capture_peak_bytes=0)
         if offload.left is not None:
             left |= dict.fromkeys(sent(profile, plan, slots, offload.recipe), offload.left)
         if offload.after is not None:
