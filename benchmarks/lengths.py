@@ -3,10 +3,9 @@
 Predicted from the configuration alone, on an emulated H100: all 32 layers, bf16, batch 1, LoRA of rank 16 on queries and
 values (peft's default for Llama), AdamW. By choices: recomputation alone; heads and MLPs in pieces too; values in host
 memory too. Of the plans, those count whose recomputations and waits for the link, what MLPs in pieces run again included,
-take at most :data:`MOST_OVERHEAD` of the eager step's time; one forward pass is a third of it. The longest multiple of
-:data:`STEP` tokens is looked for by secants, to 2 %: the least peak is all but affine in the length. The plan at that
-length is then emitted and its step run on fakes, which tells what CUDA's allocator makes of it. ALST (Bekman et al. 2025)
-sweeps lengths so.
+take no longer than one more forward pass. The longest multiple of :data:`STEP` tokens is looked for by secants, to 2 %: the
+least peak is all but affine in the length. The plan at that length is then emitted and its step run on fakes, which tells
+what CUDA's allocator makes of it. ALST (Bekman et al. 2025) sweeps lengths so.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ ALLOWED = {
     "+ chunk": (*DEFAULT, "chunk"),
     "+ offload": (*DEFAULT, "chunk", "offload"),
 }
-STARTS = {"recompute": (34, 36), "+ chunk": (146, 149), "+ offload": (512, 560)}
+STARTS = {"recompute": (34, 36), "+ chunk": (146, 149), "+ offload": (560, 580)}
 """In steps: where the search begins."""
-MOST_OVERHEAD = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +115,8 @@ class Length:
 
     @property
     def best(self) -> FrontierPoint:
-        """The plan of the least peak that takes little enough time."""
-        limit = MOST_OVERHEAD * self.profiled.profile.step_seconds - self.rerun_seconds
+        """The plan of the least peak that takes at most one more forward pass."""
+        limit = self.profiled.profile.forward_seconds - self.rerun_seconds
         return min((p for p in self.points if p.recompute_seconds <= limit), key=lambda point: point.peak_bytes)
 
     @property

@@ -13,8 +13,10 @@ from torch import nn
 import fxmem
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Inputs
-from fxmem.passes.chunk import in_pieces
+from fxmem.passes.chunk import Chunk, in_pieces
 from fxmem.passes.chunk_chains import heads_of, mlps_of
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.profiling.training_step import TrainingStep
 from fxmem.runtime.chunked_ops import pieces_of
 
 ALLOW = ("recompute", "inplace", "chunk")
@@ -240,9 +242,9 @@ def test_what_follows_may_write_over_a_chains_result() -> None:
 
 
 class Language(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 2, ratio: int = 4) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(600, 16), nn.Sequential(*(Block() for _ in range(2)))
+        self.embed, self.blocks = nn.Embedding(600, 16), nn.Sequential(*(Block(ratio) for _ in range(num_blocks)))
         self.head = nn.Linear(16, 600, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -251,9 +253,9 @@ class Language(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, ratio: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 16 * ratio), nn.Linear(16 * ratio, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -270,6 +272,17 @@ def trained(model: nn.Module, module: nn.Module, tokens: torch.Tensor, *held: nn
             optimizer.zero_grad()
             del output, loss
     return measured
+
+
+@pytest.mark.slow
+def test_heads_and_mlps_are_cut_into_as_many_pieces_as_each_needs() -> None:
+    torch.manual_seed(0)
+    model, tokens = Language(num_blocks=1, ratio=32).train(), torch.randint(0, 600, (4, 64))
+    inputs = Inputs.of((tokens,), {})
+    settings = Settings(None, TrainingStep(optimizer=None), "auto", 1.0, None, allow=frozenset(ALLOW))
+    context = CompileContext(model, inputs, settings)
+    (choice,) = Chunk().apply(capture(model, inputs), context).choices
+    assert "1 heads with a loss run in 16 pieces and 1 MLPs run in 64 pieces" in str(choice)
 
 
 @pytest.mark.slow

@@ -133,6 +133,16 @@ def test_a_plan_carries_its_waits_into_its_time() -> None:
     assert sent_bytes(profile, plan) == dict.fromkeys(range(5), 1)
 
 
+def test_waits_of_what_is_fetched_often_count_once() -> None:
+    """Every value is dropped but the first, which is fetched anew for each of them."""
+    profile = chain()
+    plan = Plan("test", tuple(KEEP if s.recipe is None else s.recipe for s in profile.storages), (Offload(0),))
+    (offload,) = priced(profile, plan, UNIT).offloads
+    assert (offload.num_fetches, offload.stall_seconds) == (5, 5.0), "a second each time"
+    waiting, hidden = (simulate(profile, p).recompute_seconds for p in (priced(profile, plan, UNIT), plan))
+    assert waiting - hidden == pytest.approx(5.0)
+
+
 def test_each_hardware_preset_has_a_link() -> None:
     assert link_of("gh200") is LINKS["nvlink-c2c"]
     assert link_of("h100") is LINKS["pcie5"]

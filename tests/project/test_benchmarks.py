@@ -8,11 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import ablation, ablation_runtime, compare, cuda_suite, first_gpu, models, published, verdicts
+from benchmarks.keeping_seconds import keeping_seconds
 from benchmarks.measure import Row, largest_relative_error, measure, quartiles
 from benchmarks.results_file import RESULTS, load_rows, save_rows
 from benchmarks.ways import EAGER, FUSED, LEAST, NO_RECOMPUTE, Way, peers, without_recompute
+from fxmem.capture.export import capture
+from fxmem.capture.graph import Inputs
 from fxmem.ir import FrontierPoint, Plan
+from fxmem.passes.context import CompileContext, Settings
+from fxmem.passes.lean_backwards import LeanBackwards
 from fxmem.planners.portfolio import STAGES
+from fxmem.profiling.roofline import PRESETS
+from fxmem.profiling.training_step import TrainingStep
 from tests.synthetic import residual_blocks
 
 
@@ -246,3 +253,16 @@ def test_a_measurement_that_fails_or_takes_too_long_says_so() -> None:
     assert failed["ended"] == "failed with 1"
     assert "no CUDA device" in failed["said"]
     assert first_gpu.run(first_gpu.Measurement(3, "sums", 1), 0.5)["ended"] == "cut short after 0 s"
+
+
+@pytest.mark.slow
+def test_a_convolutions_backward_takes_as_long_in_two_parts() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)), torch.empty(64, 8, 64, 64)
+    inputs, hardware = Inputs.of((x,), {}), PRESETS["v100"]
+    captured = capture(model.train(), inputs)
+    settings = Settings(1, TrainingStep(optimizer=None), "auto", 1.0, hardware)
+    split = LeanBackwards().apply(captured, CompileContext(model, inputs, settings))
+    assert split is not captured
+    whole, parts = (keeping_seconds(graph, inputs, torch.sum, hardware) for graph in (captured, split))
+    assert parts == pytest.approx(whole, rel=1e-3)
