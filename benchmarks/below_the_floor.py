@@ -158,6 +158,11 @@ def text() -> str:
     return "\n".join(lines)
 
 
+def steps_text() -> str:
+    """Return what the committed steps showed, as a list."""
+    return "\n".join(f"- {line}" for line in steps.step_text(_kept()).splitlines())
+
+
 def _cell(first: Floor, floor: Floor) -> str:
     share = floor.floor_bytes / first.floor_bytes
     apart = (floor.floor_bytes - floor.static_bytes) / (first.floor_bytes - first.static_bytes)

@@ -3,9 +3,9 @@
 Predicted from the configuration alone, on an emulated H100: all 32 layers, bf16, batch 1, LoRA of rank 16 on queries and
 values (peft's default for Llama), AdamW. By choices: recomputation alone; heads and MLPs in pieces too; values in host
 memory too. Of the plans, those count whose recomputations and waits for the link, what MLPs in pieces run again included,
-take no longer than one more forward pass. The longest multiple of :data:`STEP` tokens is looked for by secants, to 2 %: the
-least peak is all but affine in the length. The plan at that length is then emitted and its step run on fakes, which tells
-what CUDA's allocator makes of it. ALST (Bekman et al. 2025) sweeps lengths so.
+take no longer than one more forward pass. The longest multiple of :data:`STEP` tokens is looked for to 2 %: what is there
+beside parameters and state is all but proportional to the length. The plan at that length is then emitted and its step run
+on fakes, which tells what CUDA's allocator makes of it. ALST (Bekman et al. 2025) sweeps lengths so.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ ALLOWED = {
     "+ chunk": (*DEFAULT, "chunk"),
     "+ offload": (*DEFAULT, "chunk", "offload"),
 }
-STARTS = {"recompute": (34, 36), "+ chunk": (146, 149), "+ offload": (560, 580)}
+STARTS = {"recompute": 34, "+ chunk": 146, "+ offload": 560}
 """In steps: where the search begins."""
+NEAR = 0.02
+"""Of what beside parameters and state the budget has room for: what may be left of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,31 +165,20 @@ def planned(tokens: int, allow: Sequence[str], plan_seconds: float, num_layers: 
 def longest(name: str, plan_seconds: float) -> Longest:
     """Return the longest sequence under the choices called ``name``."""
     start = time.perf_counter()
-    needs: dict[int, int] = {}
+    steps, fitting, failing = STARTS[name], 0, 10**6
     best: Length | None = None
-
-    def need(steps: int) -> int:
-        nonlocal best
-        if steps not in needs:
-            length = planned(steps * STEP, ALLOWED[name], plan_seconds)
-            needs[steps] = length.best.peak_bytes
-            print(f"{name}, {length.tokens:,} tokens: {needs[steps] / 1e9:.2f} GB", flush=True)
-            if needs[steps] <= BUDGET_BYTES and (best is None or best.tokens < length.tokens):
-                best = length
-        return needs[steps]
-
-    low, high = STARTS[name]
-    while need(low) > BUDGET_BYTES:
-        low //= 2
-    while True:
-        slope = (need(high) - need(low)) / (high - low)
-        guess = high + int((BUDGET_BYTES - need(high)) // slope)
-        fitting = max(n for n, nbytes in needs.items() if nbytes <= BUDGET_BYTES)
-        failing = min((n for n, nbytes in needs.items() if nbytes > BUDGET_BYTES), default=2 * max(needs) + 1)
-        guess = min(max(guess, fitting + 1), failing - 1)
-        if guess in needs or failing - fitting <= fitting // 50:
-            break
-        low, high = high, guess
+    while fitting < steps < failing:
+        length = planned(steps * STEP, ALLOWED[name], plan_seconds)
+        peak_bytes, static_bytes = length.best.peak_bytes, length.profiled.profile.static.total_bytes
+        print(f"{name}, {length.tokens:,} tokens: {peak_bytes / 1e9:.2f} GB", flush=True)
+        room = (BUDGET_BYTES - static_bytes) / (peak_bytes - static_bytes)
+        if room >= 1:
+            best, fitting = length, steps
+            if room < 1 + NEAR:
+                break
+        else:
+            failing = steps
+        steps = min(max(int(room * steps), fitting + 1), failing - 1)
     assert best is not None, "the search ends at a length that fits"
     point, profile = best.best, best.profiled.profile
     return Longest(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import ablation as ablation_of_stages
-from benchmarks import ablation_runtime, frameworks
+from benchmarks import ablation_runtime, below_the_floor, frameworks, lengths
 from benchmarks.comparison_page import by_kind, compared, comparison_page, percent, verdicts_in
 from benchmarks.compiled import told as compiled_steps
 from benchmarks.cuda_memory import told as cuda_budgets
@@ -222,8 +222,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "cuda_budgets": cuda_budgets,
     "published_memory": told,
     "host_time": host_times,
+    "below_the_floor": below_the_floor.text,
+    "below_the_floor_steps": below_the_floor.steps_text,
+    "lengths": lengths.text,
 }
-FILLED = ("README.md", "docs/compiled.md", "docs/host_time.md", "docs/results.md")
+FILLED = ("README.md", "docs/below_the_floor.md", "docs/compiled.md", "docs/host_time.md", "docs/results.md")
 """Texts with sections between markers."""
 PAGES = {"comparison.md": comparison_page, "published.md": published_page, "frameworks.md": frameworks.page}
 
