@@ -25,9 +25,11 @@ from benchmarks.keeping_seconds import keeping_seconds
 from benchmarks.libraries import import_library
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Inputs
+from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.passes.chunk import PIECES, in_pieces
 from fxmem.passes.chunk_chains import heads_of
 from fxmem.profiling.roofline import PRESETS
+from fxmem.torch_patches import as_in_training, without_dynamo
 
 DEFAULT = ("recompute", "inplace")
 BUDGET_SHARE = 0.6
@@ -137,14 +139,16 @@ def predicted_times(name: str, build: Build, batch: tuple[int, int]) -> list[Pie
     """Return roofline seconds of the step of a full size on an H100, for each number of pieces."""
     with torch.device("meta"):
         model, tokens = build().train(), torch.zeros(batch, dtype=torch.int64)
-    inputs, hardware = Inputs.of((tokens,), {}), PRESETS["h100"]
-    whole = capture(model, inputs)
-    whole_seconds = keeping_seconds(whole, inputs, _itself, hardware)
+    world, hardware = FakeWorld((tokens,), torch.device("cpu")), PRESETS["h100"]
+    inputs = Inputs.of((world.fake_all(tokens),), {})
     found = []
-    for k in PIECES:
-        seconds = keeping_seconds(_with_heads_in(whole, k), inputs, _itself, hardware)
-        ratio = seconds / whole_seconds
-        found.append(PiecesTime(name, "predicted", k, whole_seconds, seconds, ratio, ratio, ratio))
+    with as_in_training(), without_dynamo(), world.state_of(model):
+        whole = capture(model, inputs)
+        whole_seconds = keeping_seconds(whole, inputs, _itself, hardware)
+        for k in PIECES:
+            seconds = keeping_seconds(_with_heads_in(whole, k), inputs, _itself, hardware)
+            ratio = seconds / whole_seconds
+            found.append(PiecesTime(name, "predicted", k, whole_seconds, seconds, ratio, ratio, ratio))
     return found
 
 
