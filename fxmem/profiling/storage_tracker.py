@@ -18,8 +18,8 @@ from fxmem.op_facts.kinds import QueryOnly
 from fxmem.op_facts.lookup import by_namespace
 from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.device_memory import EVERYWHERE, DeviceMemory
-from fxmem.profiling.unwatched_writes import UnwatchedWrites
 from fxmem.runtime.host_memory import allocates_host_memory
+from fxmem.runtime.unwatched_writes import UnwatchedWrites
 from fxmem.torch_patches import graphs_shown_to
 from fxmem.torch_private import TorchDispatchMode, current_backward_node, leaves_of, storage_key, tree_leaves
 

@@ -73,7 +73,7 @@ def test_a_function_that_no_row_names_is_no_op_of_fxmems() -> None:
 CALLED_BY_ANOTHER_NAME = {
     ("profiling/storage_tracker.py", "torch.ops.aten._indices.default"),  # the parts of a sparse tensor are asked for
     ("profiling/storage_tracker.py", "torch.ops.aten._values.default"),
-    ("profiling/unwatched_writes.py", "torch.ops.aten.add.Tensor"),  # how autograd's engine adds gradients
+    ("runtime/unwatched_writes.py", "torch.ops.aten.add.Tensor"),  # how autograd's engine adds gradients
     ("passes/chunk.py", "aten.reshape.default"),  # written into the graph
     ("passes/chunk.py", "aten.slice.Tensor"),
     ("runtime/programs/recording.py", "aten.as_strided.default"),  # written into the program

@@ -22,13 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from fxmem.op_facts.kinds import RecordedRole
-from fxmem.op_facts.lookup import with_role
-from fxmem.runtime.programs.recording import Instruction, Recording, Ref, written_by
+from fxmem.runtime.programs.recording import SUM, SUMS, Instruction, Recording, Ref, written_by
 from fxmem.torch_private import OpOverload
-
-(SUM,) = with_role(RecordedRole, "sum")
-SUMS = {SUM} | with_role(RecordedRole, "sum in place")
 
 
 @dataclass(frozen=True, slots=True)

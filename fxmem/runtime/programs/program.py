@@ -17,28 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from fxmem.op_facts.kinds import InPlaceInBackward
-from fxmem.op_facts.lookup import by_op
 from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import bound
-from fxmem.runtime.programs.gradient_parts import SUM, Gradient, in_parts, made_by, replayed_blocks
-from fxmem.runtime.programs.recording import Instruction, Recording, Ref
+from fxmem.runtime.programs.gradient_parts import Gradient, in_parts, made_by, replayed_blocks
+from fxmem.runtime.programs.recording import IN_PLACE, SUM, Instruction, Recording, Ref
 from fxmem.runtime.recompute import replayed, stash_random_states
-from fxmem.torch_private import OpOverload, tree_leaves, without_modes
-
-aten = torch.ops.aten
-
-
-def _in_place(op: OpOverload) -> OpOverload:
-    name, _, overload = op.__name__.partition(".")
-    return cast(OpOverload, getattr(getattr(aten, f"{name}_"), overload))
-
-
-IN_PLACE: dict[Any, OpOverload] = {op: _in_place(op) for op in (SUM, *by_op(InPlaceInBackward))}
+from fxmem.torch_private import tree_leaves, without_modes
 
 
 @dataclass(frozen=True, slots=True)

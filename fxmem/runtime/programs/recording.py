@@ -11,23 +11,28 @@ NOTE [What a recording is]
    saves, a view made anew and a detached copy are not told apart, as they are the same memory.
 3. What the recorder cannot follow makes it give up (``failure`` says why): memory of unknown origin, numbers or sizes read
    from tensors. Such steps stay on the tape.
+4. Sums of gradients and some formulas are in place only where no mode is on. So that the step takes no more memory for
+   being written down, the recorder does them in place, and writes down that they make what is new: a program does as much
+   in place by itself.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 
-from fxmem.op_facts.kinds import RecordedRole
-from fxmem.op_facts.lookup import with_role
+from fxmem.op_facts.kinds import InPlaceInBackward, RecordedRole
+from fxmem.op_facts.lookup import by_op, with_role
 from fxmem.runtime.layout import View
 from fxmem.runtime.recompute import RandomStates, replayed
+from fxmem.runtime.unwatched_writes import UnwatchedWrites
 from fxmem.torch_private import (
     OpOverload,
     TorchDispatchMode,
@@ -45,6 +50,18 @@ READ_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 INDEXING = with_role(RecordedRole, "indexing")
 MASKS = (torch.bool, torch.uint8)
 MOVING = with_role(RecordedRole, "moving")
+(SUM,) = with_role(RecordedRole, "sum")
+SUMS = {SUM} | with_role(RecordedRole, "sum in place")
+CUDA_BLOCK = 512
+"""What CUDA's allocator rounds up to."""
+
+
+def _in_place(op: OpOverload) -> OpOverload:
+    name, _, overload = op.__name__.partition(".")
+    return cast(OpOverload, getattr(getattr(aten, f"{name}_"), overload))
+
+
+IN_PLACE: dict[Any, OpOverload] = {op: _in_place(op) for op in (SUM, *by_op(InPlaceInBackward))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +88,8 @@ class Instruction:
     """The stash whose random states it runs from, and a number of that run."""
     devices: tuple[torch.device, ...] = ()
     """Of a stash."""
+    live_bytes: int = field(default=0, compare=False)
+    """What of the step's own was alive once it had run, as it was written down."""
     reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """The values among its arguments."""
 
@@ -133,12 +152,21 @@ class Recorder(TorchDispatchMode):
         self._replays: tuple[int, int] | None = None
         self._op = "the step"
         self._num_replays = 0
+        self._unwatched, self._live_bytes = UnwatchedWrites(), 0
 
     # -- values -----------------------------------------------------------------------------------------------------
 
     def root(self, tensor: torch.Tensor) -> int:
         """Return the value of a tensor that is there before."""
         return self._value(tensor, self._storage(tensor) or self._new_storage(tensor))
+
+    def given(self, tensor: torch.Tensor) -> int:
+        """Return the value of a tensor that is there before, and goes within the step."""
+        return self._value(tensor, self._storage(tensor) or self._new_storage(tensor, counted=True))
+
+    def show(self, outputs: Sequence[Any]) -> None:
+        """Watch the graph that a backward from ``outputs`` runs."""
+        self._unwatched.show(outputs)
 
     def constant(self, tensor: torch.Tensor) -> None:
         """Know ``tensor`` as one that every step finds in the same place."""
@@ -170,11 +198,25 @@ class Recorder(TorchDispatchMode):
         known = self._storages.get(storage_key(tensor))
         return None if known is None or known[0]() is None else known[1]
 
-    def _new_storage(self, tensor: torch.Tensor) -> int:
+    def _new_storage(self, tensor: torch.Tensor, *, counted: bool = False) -> int:
+        """Number a storage. ``counted``: it is one of the step's own."""
         self._num_storages += 1
-        self.recording.nbytes[self._num_storages] = tensor.untyped_storage().nbytes()
-        self._storages[storage_key(tensor)] = weakref.ref(tensor.untyped_storage()), self._num_storages
+        storage = tensor.untyped_storage()
+        nbytes = self.recording.nbytes[self._num_storages] = device_bytes(storage)
+        died = partial(self._died, nbytes) if counted else None
+        self._storages[storage_key(tensor)] = weakref.ref(storage, died), self._num_storages
+        self._live_bytes += nbytes if counted else 0
         return self._num_storages
+
+    def _died(self, nbytes: int, _: object) -> None:
+        self._live_bytes -= nbytes
+
+    def _renamed(self, tensor: torch.Tensor) -> None:
+        """Take the storage of ``tensor``, which an op has written over, for one that it has made."""
+        reference, old = self._storages[storage_key(tensor)]
+        self._num_storages += 1
+        self.recording.nbytes[self._num_storages] = self.recording.nbytes[old]
+        self._storages[storage_key(tensor)] = reference, self._num_storages
 
     def _view(self, tensor: torch.Tensor, storage: int) -> View:
         return View.of(tensor, storage)._replace(requires_grad=False)
@@ -196,7 +238,7 @@ class Recorder(TorchDispatchMode):
         self._op = str(func)
         self._check(func, args, kwargs)
         named_args, named_kwargs = tree_map(self._named, args), tree_map(self._named, kwargs)
-        output = func(*args, **kwargs)
+        output = self._run(func, args, kwargs)
         is_single = isinstance(output, torch.Tensor)
         leaves = [output] if is_single else list(output) if isinstance(output, tuple | list) else [output]
         made = [self._made(leaf) for leaf in leaves]
@@ -208,6 +250,15 @@ class Recorder(TorchDispatchMode):
                     func, tuple(named_args), named_kwargs, tuple(made), is_single, writes, random, self._replays
                 )
             )
+        return output
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call ``func`` as it is called where nothing is written down, in place (NOTE [What a recording is], rule 4)."""
+        in_place = func in IN_PLACE and self._unwatched.includes(func, args)
+        output = (IN_PLACE[func] if in_place else func)(*args, **kwargs)
+        self._unwatched.ran(func, output)
+        if in_place and self._storage(output) is not None:
+            self._renamed(output)
         return output
 
     def _check(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -243,10 +294,11 @@ class Recorder(TorchDispatchMode):
                 self._give_up("it returns lists in lists")
             return None
         count = len(self.recording.views)
-        value = self._value(leaf, self._storage(leaf) or self._new_storage(leaf))
+        value = self._value(leaf, self._storage(leaf) or self._new_storage(leaf, counted=True))
         return value if value == count else None
 
     def _append(self, instruction: Instruction) -> None:
+        instruction = replace(instruction, live_bytes=self._live_bytes)
         (self.recording.backward if self.in_backward else self.recording.forward).append(instruction)
 
     def _give_up(self, why: str) -> None:
@@ -279,6 +331,12 @@ class _NotedReplay(replayed):
     def __exit__(self, *exc: object) -> None:
         self._recorder.replay(None)
         super().__exit__(*exc)
+
+
+def device_bytes(storage: torch.UntypedStorage) -> int:
+    """Return the bytes that ``storage`` takes of its device."""
+    nbytes = storage.nbytes()
+    return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if storage.device.type == "cuda" else nbytes
 
 
 def _alike(one: View, other: View) -> bool:

@@ -74,7 +74,8 @@ def written_down(
     recording.num_uses = [next(uses) if argument.requires_grad else 0 for argument in arguments]
     recorder.in_backward = True
     given = _drawn(seen, len(outputs))
-    recording.tangents = [None if t is None else recorder.root(t) for t in given]
+    recording.tangents = [None if t is None else recorder.given(t) for t in given]
+    recorder.show(outputs)
     with torch.no_grad(), autocast_as_in_forward(None, steps.devices), recorder:
         backward_through(outputs, given)
     found = iter(gradients.found)
