@@ -49,9 +49,9 @@ class Parts:
         return {gradient.value for part in self.parts for gradient in part}
 
 
-def in_parts(recording: Recording, *, at_once: bool) -> Parts:
+def in_parts(recording: Recording, *, at_once: bool, early: bool = False) -> Parts:
     """Return the gradients in as few parts as reach the least peak (NOTE [Parts]). ``at_once``: gradients that are handed
-    over go at once."""
+    over go at once. ``early``: none of them waits that does."""
     backward, gradients = _unsummed(recording)
     inside = _inside_of_replays(backward)
     places = [place for place in range(-1, len(backward)) if place not in inside]
@@ -63,7 +63,8 @@ def in_parts(recording: Recording, *, at_once: bool) -> Parts:
     waiting, start, waiting_bytes = list[Gradient](), -1, 0
     for gradient, end in zip(gradients, ends, strict=True):
         adding_bytes = live[end + 1] + max((sums[each] for each in waiting), default=0)
-        if waiting and max([adding_bytes, *live[start + 2 : end + 2]]) + waiting_bytes > max(live):
+        allowed = 0 if early and waiting_bytes else max(live)
+        if waiting and max([adding_bytes, *live[start + 2 : end + 2]]) + waiting_bytes > allowed:
             groups.setdefault(start, []).extend(waiting)
             waiting, waiting_bytes = [], 0
         waiting.append(gradient)

@@ -150,8 +150,11 @@ class JointSteps:
         at_once = any(parameter.grad is not None for parameter in self.looked_at)
         if at_once not in self._programs:
             self._programs[at_once] = program_of(self._recording, at_once=at_once)
-        self.program = self._programs[at_once]
-        return self.program
+        program = self._programs[at_once]
+        if program.excess_bytes > 0:
+            return None
+        self.program = program
+        return program
 
     def _is_for_tape(self) -> bool:
         region = set() if self.autocast is None else {self.autocast.device_type}

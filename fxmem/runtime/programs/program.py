@@ -15,7 +15,7 @@ NOTE [Liveness]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import bound
 from fxmem.runtime.programs.gradient_parts import Gradient, in_parts, made_by, replayed_blocks
+from fxmem.runtime.programs.program_memory import START, Line, excess_bytes, moments_of
 from fxmem.runtime.programs.recording import IN_PLACE, SUM, Instruction, Recording, Ref
 from fxmem.runtime.recompute import replayed, stash_random_states
 from fxmem.torch_private import tree_leaves, without_modes
@@ -59,23 +60,30 @@ class Program:
     order."""
     token: torch.Tensor
     """Without elements, on the device where the backward begins."""
+    excess_bytes: int
+    """What it takes at its peak above that of the tape."""
 
 
 def program_of(recording: Recording, *, at_once: bool) -> Program:
     """Return what runs ``recording`` again. ``at_once``: gradients that it gives go at once
     (:mod:`fxmem.runtime.programs.gradient_parts`)."""
     with without_modes():
-        return _Writer(recording, at_once=at_once).program()
+        program = _Writer(recording, at_once=at_once).program()
+        if program.excess_bytes > 0:
+            program = _Writer(recording, at_once=at_once, early=True).program()
+        return program
 
 
 class _Writer:
-    def __init__(self, recording: Recording, *, at_once: bool) -> None:
+    def __init__(self, recording: Recording, *, at_once: bool, early: bool = False) -> None:
+        """``early``: no gradient waits that takes memory by waiting."""
         needed = {value for value in recording.gradients if value is not None}
+        self.recorded, self.at_once = recording, at_once
         self.recording = recording = replace(recording, backward=_alive(recording, recording.backward, needed))
         self.scope: dict[str, Any] = {"stash": _stash, "replayed": replayed}
         self.names: dict[int, str] = {}
         self.arguments = {value: i for i, value in enumerate(recording.arguments)}
-        parts = in_parts(recording, at_once=at_once)
+        parts = in_parts(recording, at_once=at_once, early=early)
         self.parts, self.gradients = parts.parts, parts.values()
         self.results = {leaf.value for leaf in recording.outputs if isinstance(leaf, Ref)}
         self.backward, self.ends = parts.backward, parts.ends
@@ -93,7 +101,8 @@ class _Writer:
 
     def program(self) -> Program:
         recording = self.recording
-        source = self._forward() + "\n" + self._backward()
+        forward, backward = self._forward_lines(), self._backward_lines()
+        source = self._forward(forward) + "\n" + self._backward(backward)
         exec(compile(source, "<fxmem step>", "exec"), self.scope)
         on_storage = {recording.views[v].storage for v in self.read_in_backward}
         outputs = [(i, o.value) for i, o in enumerate(recording.outputs) if isinstance(o, Ref)]
@@ -110,6 +119,7 @@ class _Writer:
             self._draws_on(),
             tuple(tuple(gradient.argument for gradient in part) for part in self.parts),
             torch.empty(0, device=next(recording.devices[v] for v in recording.tangents if v is not None)),
+            self._excess_bytes(forward, backward),
         )
 
     def _draws_on(self) -> tuple[torch.device, ...]:
@@ -119,50 +129,68 @@ class _Writer:
 
     # -- the two functions ------------------------------------------------------------------------------------------
 
-    def _forward(self) -> str:
+    def _forward_lines(self) -> list[Line]:
+        return self._lines(self.forward, self.results | set(self.saved), (), {})
+
+    def _backward_lines(self) -> list[Line]:
+        return self._lines(self.backward, set(), self._given(), dict(zip(self.ends, self.parts, strict=True)))
+
+    def _given(self) -> list[int]:
+        """Return what a backward is handed."""
+        tangents = [value for value in self.recording.tangents if value is not None]
+        return [*self.saved, *tangents, *(v for v in self.arguments if v in self.read_in_backward)]
+
+    def _forward(self, lines: Sequence[Line]) -> str:
         recording = self.recording
         names = [f"a{i}" for i in range(len(recording.arguments))]
         self.names.update({value: f"a{i}" for value, i in self.arguments.items()})
-        body = self._body(self.forward, self.results | set(self.saved))
         outputs = ", ".join(self._text(leaf) for leaf in recording.outputs)
-        saved = ", ".join([*(self._name(v) for v in self.saved), *(f"r{s}" for s in sorted(self.stashes))])
-        return _function("forward", names, [*body, f"return [{outputs}], [{saved}]"])
+        body = [*self._body(lines), f"return [{outputs}], [{self._saved()}]"]
+        return _function("forward", names, body)
 
-    def _backward(self) -> str:
-        recording = self.recording
-        saved = ", ".join([*(self._name(v) for v in self.saved), *(f"r{s}" for s in sorted(self.stashes))])
-        lines = [f"[{saved}] = saved", "saved.clear()"] if saved else []
-        read = {v for i in self.backward for v in i.reads} | self.gradients
-        lines += [f"a{i} = arguments[{i}]" for v, i in self.arguments.items() if v in read]
-        tangents = [(i, v) for i, v in enumerate(recording.tangents) if v is not None]
-        for i, value in tangents:
-            lines.append(f"{self._name(value)} = tangents[{i}]")
-        lines += ["del arguments", "tangents.clear()"]
-        given = [*self.saved, *(v for _, v in tangents), *(v for v in self.arguments if v in read)]
-        lines += self._body(self.backward, set(), given, dict(zip(self.ends, self.parts, strict=True)))
-        return _function("backward", ["saved", "arguments", "tangents", "gradients"], lines)
+    def _backward(self, lines: Sequence[Line]) -> str:
+        saved = self._saved()
+        texts = [f"[{saved}] = saved", "saved.clear()"] if saved else []
+        texts += [f"a{i} = arguments[{i}]" for v, i in self.arguments.items() if v in self.read_in_backward]
+        for i, value in enumerate(self.recording.tangents):
+            texts += [f"{self._name(value)} = tangents[{i}]"] if value is not None else []
+        texts += ["del arguments", "tangents.clear()", *self._body(lines)]
+        return _function("backward", ["saved", "arguments", "tangents", "gradients"], texts)
 
-    def _body(
+    def _saved(self) -> str:
+        return ", ".join([*(self._name(v) for v in self.saved), *(f"r{s}" for s in sorted(self.stashes))])
+
+    def _body(self, lines: Sequence[Line]) -> list[str]:
+        """Return the texts of ``lines``."""
+        texts: list[str] = []
+        blocks = replayed_blocks([line.instruction for line in lines])
+        for place, line in enumerate(lines):
+            instruction = line.instruction
+            begins, is_inside = blocks.get(place, (False, False))
+            if begins and instruction.replays is not None:
+                texts.append(f"with r{instruction.replays[0]}:")
+            inside = "    " * is_inside
+            if instruction is not START:
+                call, extra = self._line(instruction)
+                texts += [f"{inside}{text}" for text in (call, *_deleted(extra))]
+            texts += self._handing_over(line, "" if line.given else inside)
+        return texts
+
+    def _lines(
         self,
         instructions: list[Instruction],
         kept: set[int],
-        given: Sequence[int] = (),
-        parts: Mapping[int, Sequence[Gradient]] | None = None,
-    ) -> list[str]:
-        """Return the lines of ``instructions``; ``kept`` lives to the end. ``given``, of a backward: what it is handed,
+        given: Sequence[int],
+        parts: Mapping[int, Sequence[Gradient]],
+    ) -> list[Line]:
+        """Return ``instructions`` as they are run; ``kept`` lives to the end. ``given``, of a backward: what it is handed,
         which dies after its last use. ``parts``: what is handed over, by the instruction after which it is."""
-        parts = parts or {}
         ends, last = self._ends(instructions, kept, given, parts)
         in_place = _InPlace(self.recording, last, kept | self.gradients, given, self.arguments)
-        lines = self._handing_over(parts.get(-1, ()), ends.get(-1, ()))
-        blocks = replayed_blocks(instructions)
+        lines = [Line(START, tuple(ends[-1]), _values(parts.get(-1, ())))] if -1 in ends or -1 in parts else []
         for place, instruction in enumerate(instructions):
-            begins, is_inside = blocks.get(place, (False, False))
-            if begins and instruction.replays is not None:
-                lines.append(f"with r{instruction.replays[0]}:")
-            line, extra = self._line(in_place.changed(instruction, place))
-            lines += [f"{'    ' * is_inside}{text}" for text in (line, *_deleted(extra))]
-            lines += self._handing_over(parts.get(place, ()), ends.get(place, ()), is_inside and place not in parts)
+            run = in_place.changed(instruction, place)
+            lines.append(Line(run, tuple(ends.get(place, ())), _values(parts.get(place, ()))))
         return lines
 
     def _ends(
@@ -186,12 +214,34 @@ class _Writer:
                 ends.setdefault(place, []).append(value)
         return ends, last
 
-    def _handing_over(self, part: Sequence[Gradient], dying: Sequence[int], indented: bool = False) -> list[str]:
-        """Return the lines that hand over ``part`` and let go of what is ``dying``."""
-        dead = [f"{'    ' * indented}{line}" for line in _deleted([self._name(value) for value in dying])]
-        if not part:
-            return dead
-        return [f"gradients += [{', '.join(self._name(g.value) for g in part)}]", *dead, "yield"]
+    def _handing_over(self, line: Line, inside: str) -> list[str]:
+        """Return the texts that hand over gradients and let go of what dies."""
+        dead = [inside + text for text in _deleted([self._name(value) for value in line.dying])]
+        given = ", ".join(map(self._name, line.given))
+        return [f"gradients += [{given}]", *dead, "yield"] if given else dead
+
+    def _excess_bytes(self, forward: Sequence[Line], backward: Sequence[Line]) -> int:
+        """Return by how much more it takes than the tape, in forward, backward or between (NOTE [A program's peak])."""
+        recording, recorded = self.recording, self.recorded
+        held = [value for value in {*self.results, *self.saved} if value not in self.arguments]
+        given, staying = [value for value in self._given() if value not in self.arguments], set[int]()
+        if not self.at_once:
+            first = {g.argument: g.value for part in reversed(self.parts) for g in reversed(part)}
+            staying = set(first.values())
+        between = moments_of(recording, [Line(START)], held, staying)
+        excess = [
+            excess_bytes(moments_of(recording, forward, (), staying), recorded.forward, lambda i: i.live_bytes),
+            max(nbytes for _, nbytes in between) - recorded.held_bytes,
+        ]
+        for outputs in (set[int](), self.results):  # let go of before the backward, and after it
+
+            def tape(call: Instruction, is_held: bool = bool(outputs)) -> int:
+                came_bytes = 0 if self.at_once else call.came_bytes
+                return call.live_bytes + came_bytes - (call.output_bytes if is_held else 0)
+
+            ours = moments_of(recording, backward, given, staying, outputs)
+            excess.append(excess_bytes(ours, recorded.backward, tape))
+        return max(excess)
 
     # -- one line ---------------------------------------------------------------------------------------------------
 
@@ -313,6 +363,10 @@ def _alive(
             read.update(instruction.reads)
             alive.append(instruction)
     return alive[::-1]
+
+
+def _values(gradients: Iterable[Gradient]) -> tuple[int, ...]:
+    return tuple(gradient.value for gradient in gradients)
 
 
 def _stash(devices: Sequence[torch.device]) -> replayed:

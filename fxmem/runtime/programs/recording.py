@@ -90,6 +90,10 @@ class Instruction:
     """Of a stash."""
     live_bytes: int = field(default=0, compare=False)
     """What of the step's own was alive once it had run, as it was written down."""
+    came_bytes: int = field(default=0, compare=False)
+    """Of gradients of arguments that had come by then, and were let go of."""
+    output_bytes: int = field(default=0, compare=False)
+    """In a backward, of outputs among what was alive."""
     reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """The values among its arguments."""
 
@@ -135,6 +139,8 @@ class Recording:
     """By argument: how many gradients its one is the sum of."""
     nbytes: dict[int, int] = field(default_factory=dict)
     """By storage."""
+    held_bytes: int = 0
+    """What of the step's own was alive between forward and backward."""
     written: frozenset[int] = frozenset()
     """Storages of constants that the forward writes, by ops too that do not say so."""
 
@@ -152,7 +158,9 @@ class Recorder(TorchDispatchMode):
         self._replays: tuple[int, int] | None = None
         self._op = "the step"
         self._num_replays = 0
-        self._unwatched, self._live_bytes = UnwatchedWrites(), 0
+        self._unwatched, self._live_bytes, self._came_bytes = UnwatchedWrites(), 0, 0
+        self._of_outputs: dict[int, int] = {}
+        """In a backward, the bytes of outputs that are alive, by storage."""
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -164,9 +172,17 @@ class Recorder(TorchDispatchMode):
         """Return the value of a tensor that is there before, and goes within the step."""
         return self._value(tensor, self._storage(tensor) or self._new_storage(tensor, counted=True))
 
-    def show(self, outputs: Sequence[Any]) -> None:
-        """Watch the graph that a backward from ``outputs`` runs."""
+    def begin_backward(self, outputs: Sequence[Any]) -> None:
+        """What comes from now on is the backward from ``outputs``."""
+        self.in_backward, self.recording.held_bytes = True, self._live_bytes
         self._unwatched.show(outputs)
+        storages = {self._storage(o) for o in outputs if isinstance(o, torch.Tensor)} - {None}
+        self._of_outputs = {s: self.recording.nbytes[s] for s in storages if s is not None}
+
+    def came(self, gradient: torch.Tensor) -> int:
+        """Return the value of a gradient that an argument is given."""
+        self._came_bytes += device_bytes(gradient.numel() * gradient.itemsize, gradient.device)
+        return self.find(gradient)
 
     def constant(self, tensor: torch.Tensor) -> None:
         """Know ``tensor`` as one that every step finds in the same place."""
@@ -202,14 +218,15 @@ class Recorder(TorchDispatchMode):
         """Number a storage. ``counted``: it is one of the step's own."""
         self._num_storages += 1
         storage = tensor.untyped_storage()
-        nbytes = self.recording.nbytes[self._num_storages] = device_bytes(storage)
-        died = partial(self._died, nbytes) if counted else None
+        nbytes = self.recording.nbytes[self._num_storages] = device_bytes(storage.nbytes(), tensor.device)
+        died = partial(self._died, self._num_storages, nbytes) if counted else None
         self._storages[storage_key(tensor)] = weakref.ref(storage, died), self._num_storages
         self._live_bytes += nbytes if counted else 0
         return self._num_storages
 
-    def _died(self, nbytes: int, _: object) -> None:
+    def _died(self, storage: int, nbytes: int, _: object) -> None:
         self._live_bytes -= nbytes
+        self._of_outputs.pop(storage, None)
 
     def _renamed(self, tensor: torch.Tensor) -> None:
         """Take the storage of ``tensor``, which an op has written over, for one that it has made."""
@@ -298,7 +315,12 @@ class Recorder(TorchDispatchMode):
         return value if value == count else None
 
     def _append(self, instruction: Instruction) -> None:
-        instruction = replace(instruction, live_bytes=self._live_bytes)
+        instruction = replace(
+            instruction,
+            live_bytes=self._live_bytes,
+            came_bytes=self._came_bytes,
+            output_bytes=sum(self._of_outputs.values()),
+        )
         (self.recording.backward if self.in_backward else self.recording.forward).append(instruction)
 
     def _give_up(self, why: str) -> None:
@@ -333,10 +355,9 @@ class _NotedReplay(replayed):
         super().__exit__(*exc)
 
 
-def device_bytes(storage: torch.UntypedStorage) -> int:
-    """Return the bytes that ``storage`` takes of its device."""
-    nbytes = storage.nbytes()
-    return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if storage.device.type == "cuda" else nbytes
+def device_bytes(nbytes: int, device: torch.device) -> int:
+    """Return what storages of so many bytes take of their device."""
+    return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if device.type == "cuda" else nbytes
 
 
 def _alike(one: View, other: View) -> bool:

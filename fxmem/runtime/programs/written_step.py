@@ -72,10 +72,9 @@ def written_down(
     uses = iter(_num_uses(outputs, aliases))
     aliases.clear()
     recording.num_uses = [next(uses) if argument.requires_grad else 0 for argument in arguments]
-    recorder.in_backward = True
+    recorder.begin_backward(outputs)
     given = _drawn(seen, len(outputs))
     recording.tangents = [None if t is None else recorder.given(t) for t in given]
-    recorder.show(outputs)
     with torch.no_grad(), autocast_as_in_forward(None, steps.devices), recorder:
         backward_through(outputs, given)
     found = iter(gradients.found)
@@ -137,7 +136,7 @@ class _Gradients:
         self.bits.append(None)
 
         def put(gradient: torch.Tensor) -> None:
-            self.found[place] = self._recorder.find(gradient)
+            self.found[place] = self._recorder.came(gradient)
             if self._is_tried:
                 (self.bits[place],) = bits_of([gradient])
 
