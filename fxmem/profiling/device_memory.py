@@ -85,6 +85,12 @@ class DeviceMemory:
         bound = rounded(workspace_bound(name, arguments))
         return Inside(blocks, first, whole, tuple(phases), uses_cublas(name), bound)
 
+    def most_inside(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Return the most bytes that a dispatched op takes beside its inputs and results."""
+        inside = self.inside(func, args, kwargs)
+        late = sum(inside.blocks) + max(map(sum, inside.phases), default=0) + inside.workspace_bound
+        return sum(inside.whole) + max(sum(inside.first), late)
+
     def made_first(self, func: Any, args: Any, kwargs: Any, output: Any) -> list[Any]:
         """Return those results of a dispatched op that its kernel on CUDA allocates before the others."""
         fact = _MADE_FIRST.get(func)

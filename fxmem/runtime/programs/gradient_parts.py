@@ -161,8 +161,8 @@ def _live_bytes(
     stays: set[Gradient],
     sums: dict[Gradient, int],
 ) -> list[int]:
-    """Return the bytes alive before a backward and at each of its instructions, of what was saved for it and what it makes,
-    if each gradient goes at its end, but for what ``stays``. ``sums``: what adding it takes."""
+    """Return the bytes alive before a backward and at each of its instructions, of what was saved for it, what it makes and
+    what kernels take, if each gradient goes at its end, but for what ``stays``. ``sums``: what adding it takes."""
     views = recording.views
     lasting = {views[v].storage for v in (*recording.arguments, *recording.constants)}
     born: dict[int, int] = {}
@@ -187,7 +187,10 @@ def _live_bytes(
     for gradient, end in zip(gradients, ends, strict=True):
         changes[end + 1] += sums[gradient]
         changes[end + 2] -= sums[gradient]
-    return list(accumulate(changes))
+    live = list(accumulate(changes))
+    for place, instruction in enumerate(backward):
+        live[place + 1] += instruction.inside_bytes
+    return live
 
 
 def _sum_bytes(

@@ -44,7 +44,7 @@ from fxmem.runtime.autocast import Autocast, Regions
 from fxmem.runtime.layout import View
 from fxmem.runtime.programs.program import Program, program_of
 from fxmem.runtime.programs.program_call import ProgramCall, gated
-from fxmem.runtime.programs.recording import Recording
+from fxmem.runtime.programs.recording import Inside, Recording, nothing_inside
 from fxmem.runtime.programs.written_step import Seen, bits_by, shares_casts, written_down
 from fxmem.runtime.recompute import random_states_kept
 from fxmem.runtime.step_in_backward import num_processes
@@ -79,13 +79,15 @@ class JointSteps:
         num_watched: int = 1,
         *,
         has_regions: bool = False,
+        inside: Inside = nothing_inside,
     ) -> None:
         """``written``: tensors that the graph writes. ``devices``: those it works on. ``autocast``: the region that its
         calls are in. ``room_bytes``: what a planned step leaves of its budget, None if there is no budget. ``refusal``: why
         it stays on the tape. ``num_watched``: calls before one is written down, which takes the time of some steps.
-        ``has_regions``: of autocast, inside."""
+        ``has_regions``: of autocast, inside. ``inside``: what kernels take."""
         self.graph_module, self.refusal, self.devices = graph_module, refusal, tuple(devices)
         self.autocast, self._run, self._num_watched = autocast, run, num_watched
+        self.inside = inside
         self.is_cast = autocast is not None or has_regions
         self._regions = None if autocast is None else Regions(torch.device(autocast.device_type))
         self._in_region: tuple[tuple[int, int | None], Callable[[], bool]] | None = None

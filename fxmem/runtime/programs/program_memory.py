@@ -5,14 +5,13 @@ there on the tape.
 
 NOTE [A program's peak]
 
-1. A program makes the same calls as the tape in the same order, so what a kernel takes inside is the same. But it holds
-   values for other times: gradients that wait for others (NOTE [Parts] in gradient_parts.py), those that are summed, and
-   what it must not write over.
+1. A program makes the same calls as the tape in the same order, but it holds values for other times: gradients that wait
+   for others (NOTE [Parts] in gradient_parts.py), those that are summed, and what it must not write over.
 2. What the tape held is noted at each call, as the step is written down: what of the step's own was alive, by its memory's
    own end, what of that are outputs, and of which arguments the gradient had come.
-3. A program takes no more than the tape if nowhere more is alive than at the tape's peak, nor, where a kernel may take more
-   inside, than on the tape right there; whether outputs live on after the forward or not. Where that is not so, gradients
-   are handed over as early as they can be, and if that does not help, steps stay on the tape.
+3. A program takes no more than the tape if nowhere more is alive than at the tape's peak, what kernels take inside
+   included; whether outputs live on after the forward or not. Where that is not so, gradients are handed over as early as
+   they can be, and if that does not help, steps stay on the tape.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from fxmem.runtime.programs.gradient_parts import made_by
 from fxmem.runtime.programs.recording import IN_PLACE, Instruction, Recording, device_bytes
-from fxmem.torch_private import OpOverload, schema_of
 
 WRITING = frozenset(IN_PLACE.values())
 START = Instruction(None, (), {}, (), True, False, False)
@@ -73,17 +69,8 @@ def moments_of(
 def excess_bytes(ours: Iterable[Moment], recorded: Sequence[Instruction], tape: Callable[[Instruction], int]) -> int:
     """Return by how much more is alive than may be (NOTE [A program's peak], rule 3). ``recorded``: all calls that were
     written down. ``tape``: what was alive at one of them."""
-    peak = max(map(tape, recorded), default=0)
-    return max(nbytes - (tape(call) if _works_inside(call) else peak) for call, nbytes in ours)
-
-
-def _works_inside(instruction: Instruction) -> bool:
-    """Whether a kernel may take memory beside what it is given and returns."""
-    target = instruction.target
-    if target is None or not isinstance(target, OpOverload):
-        return target is not None
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(target).returns)
-    return not (is_view or torch.Tag.pointwise in target.tags)
+    peak = max((tape(call) + call.inside_bytes for call in recorded), default=0)
+    return max((nbytes + call.inside_bytes for call, nbytes in ours), default=0) - peak
 
 
 class _Alive:

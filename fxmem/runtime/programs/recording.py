@@ -94,6 +94,8 @@ class Instruction:
     """Of gradients of arguments that had come by then, and were let go of."""
     output_bytes: int = field(default=0, compare=False)
     """In a backward, of outputs among what was alive."""
+    inside_bytes: int = field(default=0, compare=False)
+    """What its kernel takes beside what it is given and returns."""
     reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """The values among its arguments."""
 
@@ -145,13 +147,23 @@ class Recording:
     """Storages of constants that the forward writes, by ops too that do not say so."""
 
 
+Inside = Callable[[Any, Any, Any], int]
+"""Says of a call, by operator, arguments and keywords, how many bytes its kernel takes beside them and its results."""
+
+
+def nothing_inside(func: Any, args: Any, kwargs: Any) -> int:
+    """Of devices where kernels take nothing that counts."""
+    return 0
+
+
 class Recorder(TorchDispatchMode):
     """Writes ops into ``recording``. Errors: none; ``failure`` says why a recording is of no use."""
 
-    def __init__(self) -> None:
+    def __init__(self, inside: Inside = nothing_inside) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording, self.failure = Recording(), ""
         self.in_backward = False
+        self._inside = inside
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._known: dict[View, int] = {}
         self._num_storages = self._num_stashes = 0
@@ -255,6 +267,7 @@ class Recorder(TorchDispatchMode):
         self._op = str(func)
         self._check(func, args, kwargs)
         named_args, named_kwargs = tree_map(self._named, args), tree_map(self._named, kwargs)
+        inside_bytes = self._inside(func, args, kwargs)
         output = self._run(func, args, kwargs)
         is_single = isinstance(output, torch.Tensor)
         leaves = [output] if is_single else list(output) if isinstance(output, tuple | list) else [output]
@@ -262,11 +275,10 @@ class Recorder(TorchDispatchMode):
         writes = bool(schema_of(func).is_mutable)
         random = torch.Tag.nondeterministic_seeded in func.tags
         if writes or random or any(value is not None for value in made):
-            self._append(
-                Instruction(
-                    func, tuple(named_args), named_kwargs, tuple(made), is_single, writes, random, self._replays
-                )
+            instruction = Instruction(
+                func, tuple(named_args), named_kwargs, tuple(made), is_single, writes, random, self._replays
             )
+            self._append(replace(instruction, inside_bytes=inside_bytes))
         return output
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

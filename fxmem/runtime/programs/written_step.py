@@ -26,7 +26,7 @@ from fxmem.runtime.layout import View
 from fxmem.runtime.programs import program_call
 from fxmem.runtime.programs.program import Program
 from fxmem.runtime.programs.program_call import backward_through
-from fxmem.runtime.programs.recording import Recorder, Recording, Ref, recording_with, written_by
+from fxmem.runtime.programs.recording import Inside, Recorder, Recording, Ref, recording_with, written_by
 from fxmem.torch_private import graph_nodes, without_autocast, without_modes
 
 CASTS = with_role(RecordedRole, "cast")
@@ -45,13 +45,14 @@ class Steps(program_call.Steps, Protocol):
     constants: tuple[torch.Tensor, ...]
     is_cast: bool
     """Some of its ops are under autocast."""
+    inside: Inside
 
 
 def written_down(
     steps: Steps, leaves: Sequence[Any], arguments: tuple[torch.Tensor, ...], seen: Seen, *, is_tried: bool
 ) -> tuple[Recording, list[int | None], str]:
     """Return what was written down of a step, the bits of what it made if it ``is_tried``, and why it is of no use."""
-    recorder = Recorder()
+    recorder = Recorder(steps.inside)
     recording = recorder.recording
     recording.arguments = [recorder.root(argument) for argument in arguments]
     copies = {name: buffer.clone() for name, buffer in steps.written.items()}
