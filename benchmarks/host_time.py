@@ -75,7 +75,7 @@ def main() -> int:
     if options.profile:
         _profile(options.profile, options.share)
         return 0
-    os.environ["FXMEM_RUNTIME"] = "graph"
+    os.environ["FXMEM_RUNTIME"] = "program"
     rows = [_measured(name, options) for name in options.models or MODELS]
     print(tabulate([asdict(row) for row in rows], headers="keys", floatfmt=".2f"))
     if options.save:

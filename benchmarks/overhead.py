@@ -114,7 +114,7 @@ def _measure(
     free = optimized(None)
     low, high = free.report.floor_bytes, free.report.eager_peak_bytes
     budget = int(low + SHARE * (high - low))
-    half, free_program, half_program = optimized(budget), optimized(None, "graph"), optimized(budget, "graph")
+    half, free_program, half_program = optimized(budget), optimized(None, "program"), optimized(budget, "program")
     ways: list[nn.Module] = [model, free, half, free_program, half_program]
     least = [(float("inf"), float("inf"))] * len(ways)
     for _ in range(NUM_TURNS):

@@ -17,7 +17,6 @@ from torch import fx
 
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph
-from fxmem.capture.joint_steps import joint_steps
 from fxmem.emitted import (
     Emitted,
     bound_bytes,
@@ -169,7 +168,7 @@ class Steps:
             modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
             points=planned.points if planned else (),
         )
-        joint = joint_steps(profiled.captured, emitted.graph_module, context.inputs, room_bytes(report))
+        joint = context.joint_steps(profiled.captured, emitted.graph_module, room_bytes(report))
         plan = emitted.point.plan
         return Compiled(emitted.graph_module, profiled.captured, plan, report, planned, profiled.seen, joint)
 

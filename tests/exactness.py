@@ -267,7 +267,7 @@ def _compare(
     constants = [t for t in (*emitted.buffers(), *emitted.parameters()) if id(t) not in own]
     verification, _ = verify(emitted, profiled.captured, example, timeline, TrainingStep(loss_fn=loss, optimizer=None))
 
-    joint = joint_steps(profiled.captured, emitted, example)  # None, unless FXMEM_RUNTIME=graph
+    joint = joint_steps(profiled.captured, emitted, example)  # None, unless FXMEM_RUNTIME=program
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves = Inputs.of(args, kwargs).leaves

@@ -144,7 +144,7 @@ def test_a_model_trains_on_cuda_inside_its_budget(present_bytes: int) -> None:
 @pytest.mark.cuda
 def test_steps_on_cuda_run_as_programs_inside_the_plan(present_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout is drawn again in the device's own thread, also in the step that is written down in the caller's."""
-    monkeypatch.setenv("FXMEM_RUNTIME", "graph")
+    monkeypatch.setenv("FXMEM_RUNTIME", "program")
     model, x = dropped_out(512, 8), torch.randn(16384, 512, device="cuda")
     optimized = fxmem.optimize(model, x, policy=[("dropout", "recompute")], optimizer=None, plan_seconds=1)
     for _ in range(4):

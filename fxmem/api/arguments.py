@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 import torch
 
 from fxmem.capture.graph import Inputs, device_of
+from fxmem.capture.joint_steps import RUNTIMES
 from fxmem.errors import InputError
 from fxmem.passes.choices import DEFAULT as ALLOWED
 from fxmem.passes.choices import check_choices
@@ -51,6 +52,7 @@ class Options(TypedDict, total=False):
     inplace: bool
     compress_saved: bool
     budget_of: str
+    runtime: str
     cache: bool
 
 
@@ -71,6 +73,7 @@ DEFAULTS: Options = {
     "inplace": True,
     "compress_saved": True,
     "budget_of": "allocated",
+    "runtime": "auto",
     "cache": True,
 }
 
@@ -95,6 +98,9 @@ OPTIONS_DOC = """
       (:mod:`fxmem.passes.lean_backwards`).
     - ``budget_of``: on CUDA, what a budget bounds: ``"allocated"`` bytes, as ``torch.cuda.max_memory_allocated`` counts
       them, or ``"reserved"`` ones, what the caching allocator takes from the device.
+    - ``runtime``: how steps run. ``"program"``: as straight-line code, recorded from the first steps, which costs the host
+      less than autograd does; ``"tape"``: under autograd. ``"auto"`` is programs on CUDA and the tape on the CPU. What no
+      program is right for runs on the tape all the same, as ``module.fxmem.runtime`` says; no bit depends on it.
     - ``cache``: whether what planning finds is kept on disk for the next process (:mod:`fxmem.disk_cache`).
 """
 
@@ -139,6 +145,7 @@ def settings_of(options: Options) -> Settings:
         compress_saved=bool(given["compress_saved"]),
         allow=allow,
         budget_of=_known("budget_of", given["budget_of"], ("allocated", "reserved")),
+        runtime=_known("runtime", given["runtime"], RUNTIMES),
     )
 
 

@@ -154,6 +154,12 @@ class Namespace:
         return self._latest().graph_module
 
     @property
+    def runtime(self) -> str:
+        """How steps of the kind used last run: ``"program"``, or ``"tape"`` and why (``runtime=`` asks for one)."""
+        joint = self._latest().joint
+        return "tape" if joint is None else joint.runtime
+
+    @property
     def plan(self) -> Plan:
         """What is kept and what is recomputed."""
         return self._elsewhere[0] if self._is_elsewhere(self._elsewhere) else self._latest().plan

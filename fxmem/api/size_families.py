@@ -24,7 +24,6 @@ from fxmem.capture.dynamic_batch import (
 )
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
-from fxmem.capture.joint_steps import joint_steps
 from fxmem.errors import CaptureError, InputError
 from fxmem.passes.context import CompileContext
 from fxmem.pipeline import CallScope, Compiled, UnplannedFloor, report_at, room_bytes
@@ -207,5 +206,5 @@ class LazyReport:
 def taken_over(context: CompileContext, compiled: Compiled, origin: str) -> Compiled:
     """Return ``compiled`` as it serves the call and step of ``context``. ``origin``: what it was planned for."""
     room = room_bytes(report_planned_for(compiled))
-    joint = joint_steps(compiled.captured, compiled.graph_module, context.inputs, room, NUM_WATCHED)
+    joint = context.joint_steps(compiled.captured, compiled.graph_module, room, NUM_WATCHED)
     return replace(compiled, _report=LazyReport(context, compiled, origin), planned=None, joint=joint, later=None)

@@ -1,14 +1,21 @@
-"""Whether the steps of an emitted graph may run as programs (:mod:`fxmem.runtime.programs.joint`).
+"""Whether the steps of an emitted graph run as programs (:mod:`fxmem.runtime.programs.joint`).
 
-They do where a program is right, if ``FXMEM_RUNTIME=graph`` in the environment asks for that; ``FXMEM_RUNTIME=tape``, the
-default, asks for the tape.
+NOTE [Which runtime]
+
+``runtime="program"`` asks for programs, ``"tape"`` for the tape, where ops run under autograd. ``"auto"``, the default, is
+programs where a step works on a CUDA device: there the host launches while the device works, and what the host must do for
+a step may be all its time. On the CPU no launch runs ahead, and writing a step down takes the time of several. A budget of
+what the allocator has reserved is for the tape: a program's allocations are the plan's, but not the moments of their
+frees, on which fragments depend. ``FXMEM_RUNTIME`` in the environment says what ``"auto"`` is. Whatever is asked for, a
+step runs on the tape where no program is right for it (NOTE [What stays on the tape]), and ``module.fxmem.runtime`` says
+why.
 """
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,19 +26,25 @@ from fxmem.capture.written_state import written_by
 from fxmem.errors import InputError
 from fxmem.runtime import compressed_ops, frozen_batch_norm, inplace_ops, lean_backwards
 from fxmem.runtime.programs.joint import JointSteps
+from fxmem.runtime.programs.recording import Inside, nothing_inside
 from fxmem.runtime.scoped_ops import op_of, op_text, region_of
 from fxmem.torch_private import OpOverload, tree_leaves
 
+RUNTIMES = ("auto", "tape", "program")
 OWN = frozenset(module.__name__ for module in (compressed_ops, frozen_batch_norm, inplace_ops, lean_backwards))
-RUNTIMES = ("tape", "graph")
 
 
-def runtime_asked_for() -> str:
-    """Return how steps are to run. Errors: ``InputError`` of a name that is none."""
-    name = os.environ.get("FXMEM_RUNTIME", RUNTIMES[0])
-    if name not in RUNTIMES:
-        raise InputError(f"FXMEM_RUNTIME={name!r} is none of {', '.join(RUNTIMES)}")
-    return name
+def runtime_for(asked_for: str, budget_of: str, devices: Iterable[torch.device]) -> str:
+    """Return how steps on ``devices`` run, "tape" or "program" (NOTE [Which runtime]). Errors: ``InputError`` if the
+    environment has a name that is none."""
+    if asked_for == "auto":
+        asked_for = os.environ.get("FXMEM_RUNTIME", "auto")
+        if asked_for not in RUNTIMES:
+            raise InputError(f"FXMEM_RUNTIME={asked_for!r} is none of {', '.join(RUNTIMES)}")
+    if asked_for == "auto":
+        is_for_programs = budget_of == "allocated" and any(device.type == "cuda" for device in devices)
+        return "program" if is_for_programs else "tape"
+    return asked_for
 
 
 def joint_steps(
@@ -40,26 +53,32 @@ def joint_steps(
     inputs: Inputs,
     room_bytes: int | None = None,
     num_watched: int = 1,
+    asked_for: tuple[str, str] = ("auto", "allocated"),
+    inside: Inside = nothing_inside,
 ) -> JointSteps | None:
-    """Return what runs the steps of ``graph_module``, emitted from ``captured``, as programs; None if the tape is asked
-    for. ``room_bytes``: what a planned step leaves of its budget. ``num_watched``: calls before one is written down."""
-    if runtime_asked_for() == "tape":
+    """Return what runs the steps of ``graph_module``, emitted from ``captured``, as programs; None if they run on the tape.
+
+    ``room_bytes``: what a planned step leaves of its budget. ``num_watched``: calls before one is written down.
+    ``asked_for``: the runtime, and what a budget bounds. ``inside``: what kernels take.
+    """
+    devices = tuple(dict.fromkeys(t.device for t in (*captured.parameters, *inputs.tensors)))
+    if runtime_for(*asked_for, devices) == "tape":
         return None
 
     def run(graph: Callable[..., Any], leaves: Sequence[Any]) -> Sequence[Any]:
         return captured.leaves_of(graph, leaves)
 
-    devices = dict.fromkeys(t.device for t in (*captured.parameters, *inputs.tensors))
     return JointSteps(
         graph_module,
         run,
         written_by(captured, inputs.leaves),
-        tuple(devices),
+        devices,
         captured.autocast,
         room_bytes,
         _refusal(captured, graph_module),
         num_watched,
         has_regions=captured.autocast_device is not None,
+        inside=inside,
     )
 
 

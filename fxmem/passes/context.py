@@ -7,19 +7,23 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxmem.capture.dynamic_batch import without_values
 from fxmem.capture.graph import CaptureGraph, Inputs, device_of
+from fxmem.capture.joint_steps import joint_steps
 from fxmem.fake.stand_in import original_of
 from fxmem.passes.choices import DEFAULT
 from fxmem.planners.policy import Rule
 from fxmem.profiling.allocator_state import AllocatorState, allocator_state
+from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.profile import Profiled, profile
 from fxmem.profiling.roofline import Hardware, hardware_for
 from fxmem.profiling.storage_tracker import tensors_of
 from fxmem.profiling.training_step import TrainingStep
 from fxmem.progress import check_interrupted
 from fxmem.runtime.autocast import Autocast
+from fxmem.runtime.programs.joint import JointSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Settings:
     """Keys of :data:`fxmem.passes.choices.CHOICES`."""
     background: bool = False
     """Whether plans are searched for beside the training, whose first steps run under a quick one."""
+    runtime: str = "auto"
+    """One of :data:`fxmem.capture.joint_steps.RUNTIMES`."""
 
     def seen_with(self, leaves: Sequence[Any]) -> Settings:
         """Return the settings with targets that are an example for these inputs, if it is not known yet for which."""
@@ -121,6 +127,15 @@ class CompileContext:
     def with_settings(self, **changes: Any) -> CompileContext:
         """Return the context under other settings; profiles are shared."""
         return replace(self, settings=replace(self.settings, **changes))
+
+    def joint_steps(
+        self, captured: CaptureGraph, graph_module: fx.GraphModule, room_bytes: int | None, num_watched: int = 1
+    ) -> JointSteps | None:
+        """Return what runs steps of ``graph_module``, emitted from ``captured``, as programs; None if they run on the tape.
+        ``room_bytes``: what a planned step leaves of its budget. ``num_watched``: calls before one is written down."""
+        inside = DeviceMemory.of(p.device for p in captured.parameters).most_inside
+        asked_for = self.settings.runtime, self.settings.budget_of
+        return joint_steps(captured, graph_module, self.inputs, room_bytes, num_watched, asked_for, inside)
 
     def without_values(self) -> CompileContext:
         """Return the context without the batch: shapes are all that a captured graph is profiled by."""

@@ -33,6 +33,7 @@ from fxmem.torch_private import (
 Target = Callable[..., Any]
 
 _found: dict[tuple[Target, object], Target] = {}  # by overload and the types it is called with
+_bound: dict[tuple[Target, object, object], Target] = {}  # the same, of calls that are written down
 
 
 def callable_of(node: fx.Node) -> Target:
@@ -57,6 +58,25 @@ def bound(op: Target, args: Any, kwargs: Any, lies: Callable[[Any], tuple[View, 
     """As :func:`callable_of`, of a call of whose arguments ``lies`` tells how the tensors lie, and where."""
     if not isinstance(op, OpOverload):
         return op
+    key = op, _kind(args, lies), _kind(kwargs, lies)
+    if key not in _bound:
+        _bound[key] = _bound_anew(op, args, kwargs, lies)
+    return _bound[key]
+
+
+def _kind(argument: Any, lies: Callable[[Any], tuple[View, torch.device] | None]) -> object:
+    """Return what of an argument decides about a binding."""
+    if isinstance(argument, list | tuple):
+        return type(argument), tuple([_kind(part, lies) for part in argument])
+    if isinstance(argument, dict):
+        return tuple([(name, _kind(part, lies)) for name, part in argument.items()])
+    at = lies(argument)
+    return type(argument) if at is None else (at[0].dtype, not at[0].size)
+
+
+def _bound_anew(
+    op: OpOverload, args: Any, kwargs: Any, lies: Callable[[Any], tuple[View, torch.device] | None]
+) -> Target:
     leaves, spec = tree_flatten((args, kwargs))
     places = [lies(leaf) for leaf in leaves]
     kinds = tuple(

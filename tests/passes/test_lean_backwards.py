@@ -288,7 +288,7 @@ class Pooled(nn.Module):
 
 
 def test_steps_with_all_forms_run_as_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXMEM_RUNTIME", "graph")
+    monkeypatch.setenv("FXMEM_RUNTIME", "program")
     before, x = NUM_PROGRAMS[0], torch.randn(2, 4, 8, 8)
     checked = check(Pooled, x, plans=(drop_all,), also=all_lean)
     assert {form: num_of(checked, form) for form in ("split", "relu_of_bits", "relu_max_pool")} == dict.fromkeys(

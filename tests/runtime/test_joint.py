@@ -1,4 +1,4 @@
-"""Steps as programs (``FXMEM_RUNTIME=graph``): eager's bits, at most the tape's peak, else the tape."""
+"""Steps as programs (``FXMEM_RUNTIME=program``): eager's bits, at most the tape's peak, else the tape."""
 
 import gc
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Action = Callable[[nn.Module, Tensor], Any]
 
 @pytest.fixture(autouse=True)
 def graph_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXMEM_RUNTIME", "graph")
+    monkeypatch.setenv("FXMEM_RUNTIME", "program")
 
 
 def _plain(model: nn.Module, x: Tensor) -> None:
@@ -376,5 +376,5 @@ def test_nothing_leaks_in_a_thousand_steps() -> None:
 
 def test_an_unknown_runtime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXMEM_RUNTIME", "graphs")
-    with pytest.raises(fxmem.InputError, match="FXMEM_RUNTIME='graphs' is none of tape, graph"):
+    with pytest.raises(fxmem.InputError, match="FXMEM_RUNTIME='graphs' is none of auto, tape, program"):
         fxmem.optimize(nn.Linear(2, 2), torch.randn(1, 2))

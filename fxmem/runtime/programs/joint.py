@@ -111,6 +111,8 @@ class JointSteps:
         self._recording: Recording | None = None
         self._programs: dict[bool, Program] = {}
         """By whether gradients are there before."""
+        self._excess_bytes = 0
+        """Of the one for the latest call (NOTE [A program's peak])."""
         self._room_bytes = None if room_bytes is None else room_bytes - sum(t.nbytes for t in self.written.values())
         """For what is alive beside a step that is written down."""
         self._is_tried = all(device.type == "cpu" for device in self.devices)
@@ -119,6 +121,15 @@ class JointSteps:
         """By output, its place among those that are another tensor each."""
         self.seen: dict[int, Seen] = {}
         """By backward and output, how its gradient lay."""
+
+    @property
+    def runtime(self) -> str:
+        """Say how calls run, and why."""
+        if self.refusal:
+            return f"tape: {self.refusal}"
+        if self._excess_bytes > 0:
+            return f"tape: as a program its peak would be {self._excess_bytes} bytes above the plan's"
+        return "tape: no step has been written down yet" if self._recording is None else "program"
 
     def run(self, leaves: Sequence[Any], held_bytes: int = 0) -> Sequence[Any]:
         """Return the output leaves of a call. ``held_bytes``: of earlier outputs that are alive."""
@@ -149,14 +160,17 @@ class JointSteps:
         """Return the program for a call, as things are; None if there is none."""
         if self._recording is None:
             return None
-        at_once = any(parameter.grad is not None for parameter in self.looked_at)
+        at_once = self._gradients_are_there()
         if at_once not in self._programs:
             self._programs[at_once] = program_of(self._recording, at_once=at_once)
-        program = self._programs[at_once]
-        if program.excess_bytes > 0:
+        self._excess_bytes = self._programs[at_once].excess_bytes
+        if self._excess_bytes > 0:
             return None
-        self.program = program
-        return program
+        self.program = self._programs[at_once]
+        return self.program
+
+    def _gradients_are_there(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.looked_at)
 
     def _is_for_tape(self) -> bool:
         region = set() if self.autocast is None else {self.autocast.device_type}
@@ -178,8 +192,8 @@ class JointSteps:
         if self.program is not None:
             warnings.warn(
                 "two calls of a model in one autocast region, before the backward of the first: their gradients may equal "
-                "eager's but for rounding this time; from the next step on they are bitwise. FXMEM_RUNTIME=tape keeps to "
-                "the tape from the start.",
+                "eager's but for rounding this time; from the next step on they are bitwise. "
+                'runtime="tape" keeps to the tape from the start.',
                 stacklevel=2,
             )
         self.refusal = "several of its calls share a region of autocast"
@@ -227,7 +241,9 @@ class JointSteps:
             with random_states_kept(devices):
                 recording, bits, self.refusal = written_down(self, leaves, arguments, seen, is_tried=self._is_tried)
             if self._is_tried and not self.refusal:
-                program = self._programs[True] = program_of(recording, at_once=True)
+                # Sums of gradients are made beside these: where there are any, none may wait.
+                at_once = self._gradients_are_there() or max(recording.num_uses) > 1
+                program = self._programs[at_once] = program_of(recording, at_once=at_once)
                 with random_states_kept(devices):
                     if bits != bits_by(program, arguments, seen, self.written):
                         self.refusal = "a program of it has other bits"

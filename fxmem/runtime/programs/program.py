@@ -68,10 +68,10 @@ def program_of(recording: Recording, *, at_once: bool) -> Program:
     """Return what runs ``recording`` again. ``at_once``: gradients that it gives go at once
     (:mod:`fxmem.runtime.programs.gradient_parts`)."""
     with without_modes():
-        program = _Writer(recording, at_once=at_once).program()
-        if program.excess_bytes > 0:
-            program = _Writer(recording, at_once=at_once, early=True).program()
-        return program
+        writer = _Writer(recording, at_once=at_once)
+        if writer.excess_bytes > 0:
+            writer = _Writer(recording, at_once=at_once, early=True)
+        return writer.program()
 
 
 class _Writer:
@@ -95,14 +95,17 @@ class _Writer:
         self.saved = sorted(read - made - tangents - set(self.arguments) - set(recording.constants))
         self.forward = _alive(recording, recording.forward, self.results | set(self.saved), self.stashes)
         self.read_in_backward = read
+        self.forward_lines = self._lines(self.forward, self.results | set(self.saved), (), {})
+        by_end = dict(zip(self.ends, self.parts, strict=True))
+        self.backward_lines = self._lines(self.backward, set(), self._given(), by_end)
+        self.excess_bytes = self._excess_bytes()
         for number, value in enumerate(recording.constants):
             self.scope[f"k{number}"] = recording.constants[value]
             self.names[value] = f"k{number}"
 
     def program(self) -> Program:
         recording = self.recording
-        forward, backward = self._forward_lines(), self._backward_lines()
-        source = self._forward(forward) + "\n" + self._backward(backward)
+        source = self._forward() + "\n" + self._backward()
         exec(compile(source, "<fxmem step>", "exec"), self.scope)
         on_storage = {recording.views[v].storage for v in self.read_in_backward}
         outputs = [(i, o.value) for i, o in enumerate(recording.outputs) if isinstance(o, Ref)]
@@ -119,7 +122,7 @@ class _Writer:
             self._draws_on(),
             tuple(tuple(gradient.argument for gradient in part) for part in self.parts),
             torch.empty(0, device=next(recording.devices[v] for v in recording.tangents if v is not None)),
-            self._excess_bytes(forward, backward),
+            self.excess_bytes,
         )
 
     def _draws_on(self) -> tuple[torch.device, ...]:
@@ -129,32 +132,26 @@ class _Writer:
 
     # -- the two functions ------------------------------------------------------------------------------------------
 
-    def _forward_lines(self) -> list[Line]:
-        return self._lines(self.forward, self.results | set(self.saved), (), {})
-
-    def _backward_lines(self) -> list[Line]:
-        return self._lines(self.backward, set(), self._given(), dict(zip(self.ends, self.parts, strict=True)))
-
     def _given(self) -> list[int]:
         """Return what a backward is handed."""
         tangents = [value for value in self.recording.tangents if value is not None]
         return [*self.saved, *tangents, *(v for v in self.arguments if v in self.read_in_backward)]
 
-    def _forward(self, lines: Sequence[Line]) -> str:
+    def _forward(self) -> str:
         recording = self.recording
         names = [f"a{i}" for i in range(len(recording.arguments))]
         self.names.update({value: f"a{i}" for value, i in self.arguments.items()})
         outputs = ", ".join(self._text(leaf) for leaf in recording.outputs)
-        body = [*self._body(lines), f"return [{outputs}], [{self._saved()}]"]
+        body = [*self._body(self.forward_lines), f"return [{outputs}], [{self._saved()}]"]
         return _function("forward", names, body)
 
-    def _backward(self, lines: Sequence[Line]) -> str:
+    def _backward(self) -> str:
         saved = self._saved()
         texts = [f"[{saved}] = saved", "saved.clear()"] if saved else []
         texts += [f"a{i} = arguments[{i}]" for v, i in self.arguments.items() if v in self.read_in_backward]
         for i, value in enumerate(self.recording.tangents):
             texts += [f"{self._name(value)} = tangents[{i}]"] if value is not None else []
-        texts += ["del arguments", "tangents.clear()", *self._body(lines)]
+        texts += ["del arguments", "tangents.clear()", *self._body(self.backward_lines)]
         return _function("backward", ["saved", "arguments", "tangents", "gradients"], texts)
 
     def _saved(self) -> str:
@@ -220,7 +217,7 @@ class _Writer:
         given = ", ".join(map(self._name, line.given))
         return [f"gradients += [{given}]", *dead, "yield"] if given else dead
 
-    def _excess_bytes(self, forward: Sequence[Line], backward: Sequence[Line]) -> int:
+    def _excess_bytes(self) -> int:
         """Return by how much more it takes than the tape, in forward, backward or between (NOTE [A program's peak])."""
         recording, recorded = self.recording, self.recorded
         held = [value for value in {*self.results, *self.saved} if value not in self.arguments]
@@ -230,7 +227,9 @@ class _Writer:
             staying = set(first.values())
         between = moments_of(recording, [Line(START)], held, staying)
         excess = [
-            excess_bytes(moments_of(recording, forward, (), staying), recorded.forward, lambda i: i.live_bytes),
+            excess_bytes(
+                moments_of(recording, self.forward_lines, (), staying), recorded.forward, lambda i: i.live_bytes
+            ),
             max(nbytes for _, nbytes in between) - recorded.held_bytes,
         ]
         for outputs in (set[int](), self.results):  # let go of before the backward, and after it
@@ -239,7 +238,7 @@ class _Writer:
                 came_bytes = 0 if self.at_once else call.came_bytes
                 return call.live_bytes + came_bytes - (call.output_bytes if is_held else 0)
 
-            ours = moments_of(recording, backward, given, staying, outputs)
+            ours = moments_of(recording, self.backward_lines, given, staying, outputs)
             excess.append(excess_bytes(ours, recorded.backward, tape))
         return max(excess)
 

@@ -178,8 +178,8 @@ class ProgramCall:
         if torch.is_grad_enabled():
             warnings.warn(
                 "gradients are differentiated for the first time, in a step that had begun as a program: what comes of "
-                "them may equal eager's but for rounding; from the next step on it is bitwise. FXMEM_RUNTIME=tape keeps to "
-                "the tape from the start.",
+                "them may equal eager's but for rounding; from the next step on it is bitwise. "
+                'runtime="tape" keeps to the tape from the start.',
                 stacklevel=2,
             )
         steps.refusal = "a backward came that no program is for"

@@ -32,7 +32,7 @@ from fxmem.torch_private import graph_nodes, without_autocast, without_modes
 CASTS = with_role(RecordedRole, "cast")
 CAST_NODES = {f"{op.__name__.partition('.')[0].title().replace('_', '')}Backward0" for op in CASTS}
 """What autograd calls them."""
-NUM_AT_A_TIME = 1 << 14
+NUM_AT_A_TIME = 1 << 16
 """Elements whose bits are looked at in one go."""
 
 Seen = dict[int, tuple[View, torch.device]]
@@ -224,10 +224,17 @@ def bits_of(values: Iterable[Any]) -> list[int | None]:
 
 def _bits(tensor: torch.Tensor) -> int:
     """As :func:`bits_of`, a piece at a time: what sums and copies take beside the tensor stays small."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if tensor.is_contiguous():
+        return sum(_bits_of_piece(piece) for piece in tensor.flatten().split(NUM_AT_A_TIME))
     if tensor.numel() > NUM_AT_A_TIME:
         dim = max(range(tensor.dim()), key=tensor.size)
         half = tensor.shape[dim] // 2
         return _bits(tensor.narrow(dim, 0, half)) + _bits(tensor.narrow(dim, half, tensor.shape[dim] - half))
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return _bits_of_piece(tensor)
+
+
+def _bits_of_piece(tensor: torch.Tensor) -> int:
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     return int(tensor.contiguous().view(whole).sum(dtype=torch.int64))
