@@ -1,6 +1,6 @@
 """In how many parts a program's backward gives the gradients of its arguments, and which when.
 
-In: a :class:`~.recording.Recording`. Out: its :class:`Parts`: the backward without the sums that autograd
+In: a :class:`~.instructions.Recording`. Out: its :class:`Parts`: the backward without the sums that autograd
 makes of what it is given, and after which instruction which gradients are handed over.
 
 NOTE [Parts]
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from fxmem.runtime.programs.recording import SUM, SUMS, Instruction, Recording, Ref, written_by
+from fxmem.runtime.programs.instructions import SUM, SUMS, Instruction, Recording, Ref, written_by
 from fxmem.torch_private import OpOverload
 
 

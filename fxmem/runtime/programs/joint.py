@@ -42,9 +42,10 @@ from torch.func import functional_call
 
 from fxmem.runtime.autocast import Autocast, Regions
 from fxmem.runtime.layout import View
+from fxmem.runtime.programs.instructions import Recording
 from fxmem.runtime.programs.program import Program, program_of
 from fxmem.runtime.programs.program_call import ProgramCall, gated
-from fxmem.runtime.programs.recording import Inside, Recording, nothing_inside
+from fxmem.runtime.programs.recording import Inside, nothing_inside
 from fxmem.runtime.programs.written_step import Seen, bits_by, shares_casts, written_down
 from fxmem.runtime.recompute import random_states_kept
 from fxmem.runtime.step_in_backward import num_processes

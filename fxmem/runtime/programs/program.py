@@ -1,6 +1,6 @@
 """A recorded step as two straight-line Python functions, in which each value goes right after its last use.
 
-In: a :class:`~.recording.Recording`. Out: a :class:`Program`. Operators are bound, numbers and dtypes are
+In: a :class:`~.instructions.Recording`. Out: a :class:`Program`. Operators are bound, numbers and dtypes are
 looked up when it is made; running it is calls of ATen and nothing else.
 
 NOTE [Liveness]
@@ -24,8 +24,8 @@ import torch
 from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import bound
 from fxmem.runtime.programs.gradient_parts import Gradient, in_parts, made_by, replayed_blocks
+from fxmem.runtime.programs.instructions import IN_PLACE, SUM, Instruction, Recording, Ref
 from fxmem.runtime.programs.program_memory import START, Line, excess_bytes, moments_of
-from fxmem.runtime.programs.recording import IN_PLACE, SUM, Instruction, Recording, Ref
 from fxmem.runtime.recompute import replayed, stash_random_states
 from fxmem.torch_private import tree_leaves, without_modes
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fxmem.runtime.programs.gradient_parts import made_by
-from fxmem.runtime.programs.recording import IN_PLACE, Instruction, Recording, device_bytes
+from fxmem.runtime.programs.instructions import IN_PLACE, Instruction, Recording, device_bytes
 
 WRITING = frozenset(IN_PLACE.values())
 START = Instruction(None, (), {}, (), True, False, False)

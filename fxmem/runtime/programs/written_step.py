@@ -1,7 +1,7 @@
 """A step of an emitted graph, run for nothing and written down.
 
 In: the steps of a graph, a call's arguments, how gradients of its outputs lay in an earlier step. Out: a
-:class:`~fxmem.runtime.programs.recording.Recording`, and numbers that tell the bits of what the step made.
+:class:`~fxmem.runtime.programs.instructions.Recording`, and numbers that tell the bits of what the step made.
 
 NOTE [Writing down]
 
@@ -24,9 +24,10 @@ from fxmem.op_facts.lookup import with_role
 from fxmem.runtime.autocast import autocast_as_in_forward, casts_kept
 from fxmem.runtime.layout import View
 from fxmem.runtime.programs import program_call
+from fxmem.runtime.programs.instructions import Recording, Ref, written_by
 from fxmem.runtime.programs.program import Program
 from fxmem.runtime.programs.program_call import backward_through
-from fxmem.runtime.programs.recording import Inside, Recorder, Recording, Ref, recording_with, written_by
+from fxmem.runtime.programs.recording import Inside, Recorder, recording_with
 from fxmem.torch_private import graph_nodes, without_autocast, without_modes
 
 CASTS = with_role(RecordedRole, "cast")
