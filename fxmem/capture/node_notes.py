@@ -10,6 +10,7 @@ from torch import fx
 
 from fxmem.runtime.backend_flags import BackendFlags, present, set_flags
 from fxmem.torch_patches import nodes_shown_to
+from fxmem.torch_private import FakeTensorMode
 from fxmem.user_frames import lines_of_forwards
 
 NOTED = "fxmem_switches"
@@ -25,6 +26,8 @@ def noted_in_nodes(model: torch.nn.Module) -> Iterator[None]:
     that torch.export notes of a node that has none; it looks up the code of each frame of the process, which takes a
     sixth of the time of a capture.
     """
+    if torch.cuda.is_available() and any(parameter.is_cuda for parameter in model.parameters()):
+        settle_order_of_attention()
     around = present()
     begun: list[BackendFlags] = []
 
@@ -44,3 +47,11 @@ def noted_in_nodes(model: torch.nn.Module) -> Iterator[None]:
         hook.remove()
         end.remove()
         set_flags(present(), around)
+
+
+def settle_order_of_attention() -> None:
+    """Have torch decide in which order attention's kernels are tried on this GPU: the first attention of a process does,
+    inside, and no model has set that."""
+    with FakeTensorMode():
+        rows = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+        torch.nn.functional.scaled_dot_product_attention(rows, rows, rows)
