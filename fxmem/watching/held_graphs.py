@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fxmem.profiling.storage_tracker import parts_of
+from fxmem.runtime.programs.program_call import ProgramCall
 from fxmem.runtime.slots import Fresh, Handle, Held
 from fxmem.torch_private import FakeTensor, graph_nodes, storage_key, tree_leaves
 
@@ -77,7 +78,8 @@ def _saved_by(node: Any) -> Iterator[Any]:
             if saved is not None:
                 yield from _behind(saved.data)
     if hasattr(node, "__dict__"):
-        yield from tree_leaves(vars(node))
+        for leaf in tree_leaves(vars(node)):
+            yield from leaf.saved if isinstance(leaf, ProgramCall) else (leaf,)
 
 
 @cache
