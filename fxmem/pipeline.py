@@ -183,9 +183,11 @@ def peak_of(compiled: Compiled, context: CompileContext) -> int:
 
 
 def room_bytes(report: Report) -> int | None:
-    """Return what a step leaves of its budget in forward and backward; None if there is no budget."""
+    """Return what a step leaves of its budget in forward and backward, on CUDA at all; None if there is no budget."""
     if report.budget_bytes is None:
         return None
+    if report.cuda is not None:
+        return report.budget_bytes - max(report.cuda.allocated_bytes, report.cuda.most_allocated_bytes)
     steps = [step.live_bytes for step in report.timeline.steps if step.phase in (Phase.FORWARD, Phase.BACKWARD)]
     return report.budget_bytes - max(steps, default=0)
 

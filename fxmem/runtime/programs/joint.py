@@ -130,6 +130,8 @@ class JointSteps:
             return f"tape: {self.refusal}"
         if self._excess_bytes > 0:
             return f"tape: as a program its peak would be {self._excess_bytes} bytes above the plan's"
+        if self._recording is None and (self._room_bytes or 0) < 0:
+            return "tape: the budget has no room for copies of the buffers that a step writes, to write one down"
         return "tape: no step has been written down yet" if self._recording is None else "program"
 
     def run(self, leaves: Sequence[Any], held_bytes: int = 0) -> Sequence[Any]:
@@ -152,8 +154,11 @@ class JointSteps:
         return self._all(call.run())
 
     def _may_be_written_down(self, held_bytes: int) -> bool:
-        """True if it is known what is to be written down, and there is room for it."""
-        if self._num_watched > 0 or len({tuple(sorted(seen)) for seen in self.seen.values()}) != 1:
+        """True if it is known what is to be written down, and there is room for it. What a CUDA graph captures is run again
+        each time: not there."""
+        if self._num_watched > 0 or len({tuple(sorted(seen)) for seen in tuple(self.seen.values())}) != 1:
+            return False
+        if any(device.type == "cuda" for device in self.devices) and torch.cuda.is_current_stream_capturing():
             return False
         return self._room_bytes is None or held_bytes <= self._room_bytes
 
