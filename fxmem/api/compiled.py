@@ -75,6 +75,8 @@ def _settings_of(options: Options) -> Settings:
     settings = settings_of(options)
     if settings.step.loop != ONCE:
         raise InputError('loop= is not for backend="inductor": its step is one forward and one backward')
+    if settings.runtime != "auto":
+        raise InputError('runtime= is not for backend="inductor", whose steps are compiled; leave it out')
     others = sorted(settings.allow - set(DEFAULTS["allow"]))
     if others:
         raise InputError(

@@ -270,3 +270,5 @@ def test_what_runtime_says() -> None:
     assert optimized.fxmem.runtime == "tape: no step has been written down yet"
     with pytest.raises(fxmem.InputError, match="unknown runtime 'graph'; known: auto, program, tape"):
         fxmem.optimize(Block(), x, runtime="graph")
+    with pytest.raises(fxmem.InputError, match="runtime= is not for backend"):
+        fxmem.optimize(Block(), x, backend="inductor", runtime="tape")
