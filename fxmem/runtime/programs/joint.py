@@ -34,11 +34,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import fx
-from torch.func import functional_call
+from torch import fx, nn
 
 from fxmem.runtime.autocast import Autocast, Regions
 from fxmem.runtime.layout import View
@@ -94,8 +93,7 @@ class JointSteps:
         self._in_region: tuple[tuple[int, int | None], Callable[[], bool]] | None = None
         """Under autocast: the region of the latest call, and whether its backward is over or cannot be."""
         named = dict(graph_module.named_parameters())
-        self.names = tuple(name for name, parameter in named.items() if parameter.requires_grad)
-        self.parameters = tuple(named[name] for name in self.names)
+        self.parameters = tuple(parameter for parameter in named.values() if parameter.requires_grad)
         constants = [*named.values(), *graph_module.buffers(), *_attributes(graph_module)]
         self.constants = tuple(t for t in constants if not t.requires_grad)
         ids = {id(tensor) for tensor in written}
@@ -265,17 +263,29 @@ class JointSteps:
     ) -> tuple[Sequence[Any], list[torch.Tensor]]:
         """Run the graph on the tape; return its outputs, each once, and what stands for the arguments that require grad, as
         hooks on these would run twice."""
-        aliases = {name: stands_for(parameter) for name, parameter in zip(self.names, self.parameters, strict=True)}
-        inner, differentiable = list(leaves), list(aliases.values())
+        others = {id(parameter): stands_for(parameter) for parameter in self.parameters}
+        inner, differentiable = list(leaves), list(others.values())
         for i, leaf in enumerate(inner):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 inner[i] = stands_for(leaf)
                 differentiable.append(inner[i])
+        others |= {id(self.written[name]): buffer for name, buffer in buffers.items()}
+        return self._once(self._run(_twin(self.graph_module, others), inner)), differentiable
 
-        def call(*given: Any) -> Any:
-            return functional_call(self.graph_module, {**aliases, **buffers}, given)
 
-        return self._once(self._run(call, inner)), differentiable
+def _twin(module: nn.Module, others: dict[int, torch.Tensor]) -> nn.Module:
+    """Return ``module`` with other tensors in place of those of these ids. It shares all else, and stays as it is: another
+    thread may call it meanwhile."""
+    modules = {name: child and _twin(child, others) for name, child in module._modules.items()}
+    is_same = all(modules[name] is child for name, child in module._modules.items())
+    if is_same and others.keys().isdisjoint(map(id, (*module._parameters.values(), *module._buffers.values()))):
+        return module
+    twin: nn.Module = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin._modules = modules
+    twin._parameters = {name: cast(Any, others.get(id(each), each)) for name, each in module._parameters.items()}
+    twin._buffers = {name: others.get(id(each), each) for name, each in module._buffers.items()}
+    return twin
 
 
 def _refusal_of(outputs: Sequence[Any], arguments: Sequence[torch.Tensor]) -> str:
