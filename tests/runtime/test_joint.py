@@ -10,14 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.capture.joint_steps import runtime_for
 from fxmem.runtime.programs.joint import JointSteps
-from fxmem.torch_private import storage_key
-from fxmem.watching.held_graphs import nodes_of, storages_of
 from tests.exactness import NUM_PROGRAMS, PLANS, check, same_bits
-from tests.fuzz_cases import Case, check_case
-from tests.hostile.models import batch, model_of
-from tests.hostile.tensor_models import einsum_and_matmuls
 from tests.runtime.models import Net, Smooth, loss_of
 
 pytestmark = pytest.mark.slow
@@ -26,7 +20,7 @@ Action = Callable[[nn.Module, Tensor], Any]
 
 
 @pytest.fixture(autouse=True)
-def graph_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXMEM_RUNTIME", "program")
 
 
@@ -378,52 +372,3 @@ def test_nothing_leaks_in_a_thousand_steps() -> None:
             gc.collect()
             counts.append(len(gc.get_objects()))
     assert counts[2] - counts[1] < 50
-
-
-def test_what_a_program_has_saved_is_weighed_with_its_graph() -> None:
-    _, optimized, x = _warm(Smooth)
-    loss = loss_of(optimized(x))
-    weighed = storages_of(nodes_of([loss]))
-    call = next(node.call for node in nodes_of([loss]) if hasattr(node, "call"))
-    saved = {storage_key(t): t.untyped_storage().nbytes() for t in call.saved if isinstance(t, Tensor)}
-    assert saved
-    assert saved.items() <= weighed.items()
-    loss.backward()
-    assert not saved.keys() & storages_of(nodes_of([loss])).keys()
-
-
-SUMMED = "column add column add silu linear layer_norm complex linear no_grad where detached layer_norm view_add_"
-OPERANDS = [22, 21, 4, 26, 21, 9, 16, 24, 29, 7, 8, 7, 24, 26], [1, 0, 10, 26, 15, 0, 0, 25, 14, 25, 20, 7, 23, 9]
-
-
-def test_gradients_wait_for_no_others_where_that_would_take_more_than_planned() -> None:
-    """Four gradients of one bias, the last of which comes late; and sums that a mode would not make in place."""
-    before = NUM_PROGRAMS[0]
-    program = tuple(zip(SUMMED.split(), *OPERANDS, strict=True))
-    assert check_case(Case(program, seed=158, requires_grad=False, planner="auto", share=0.0))
-    check(model_of(einsum_and_matmuls), batch(), plans=PLANS[:2])
-    assert NUM_PROGRAMS[0] == before + 4
-
-
-def test_a_program_that_would_take_more_than_the_tape_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxmem.runtime.programs.program.excess_bytes", lambda *_: 640)
-    eager, optimized, x = _pair(Smooth, "softplus")
-    for seed in range(4):
-        _assert_same(_plain, eager, optimized, x, seed)
-    assert _steps(optimized).program is None
-    assert optimized.fxmem.runtime == "tape: as a program its peak would be 640 bytes above the plan's"
-
-
-def test_programs_are_for_cuda_unless_something_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FXMEM_RUNTIME")
-    cpu, cuda = [torch.device("cpu")], [torch.device("cpu"), torch.device("cuda", 0)]
-    assert [runtime_for("auto", "allocated", devices) for devices in (cpu, cuda)] == ["tape", "program"]
-    assert runtime_for("auto", "reserved", cuda) == "tape"
-    assert runtime_for("tape", "allocated", cuda) == "tape"
-    assert runtime_for("program", "reserved", cpu) == "program"
-
-
-def test_an_unknown_runtime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXMEM_RUNTIME", "graphs")
-    with pytest.raises(fxmem.InputError, match="FXMEM_RUNTIME='graphs' is none of auto, tape, program"):
-        fxmem.optimize(nn.Linear(2, 2), torch.randn(1, 2))

@@ -39,6 +39,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from fxmem.progress import log
 from fxmem.runtime.autocast import Autocast, Regions
 from fxmem.runtime.layout import View
 from fxmem.runtime.programs.instructions import Recording
@@ -110,6 +111,7 @@ class JointSteps:
         self._recording: Recording | None = None
         self._programs: dict[bool, Program] = {}
         """By whether gradients are there before."""
+        self._told = ""
         self._excess_bytes = 0
         """Of the one for the latest call (NOTE [A program's peak])."""
         self._room_bytes = None if room_bytes is None else room_bytes - sum(t.nbytes for t in self.written.values())
@@ -132,9 +134,16 @@ class JointSteps:
             return "tape: the budget has no room for copies of the buffers that a step writes, to write one down"
         return "tape: no step has been written down yet" if self._recording is None else "program"
 
+    def _tell(self) -> None:
+        """Log how calls run from now on, once."""
+        if self.runtime != self._told:
+            self._told = self.runtime
+            log.info("runtime: %s", self._told)
+
     def run(self, leaves: Sequence[Any], held_bytes: int = 0) -> Sequence[Any]:
         """Return the output leaves of a call. ``held_bytes``: of earlier outputs that are alive."""
         if self.refusal:
+            self._tell()
             return self._run(self.graph_module, leaves)
         arguments = (*self.parameters, *[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if self._is_for_tape() or self._shares_region():
@@ -144,6 +153,7 @@ class JointSteps:
                 return self._watched(leaves, arguments)
             self._recording = self._recorded(leaves, arguments)
         program = self._program()
+        self._tell()
         if program is None or not all(map(_lies_as, arguments, program.layouts)):
             return self._run(self.graph_module, leaves)
         call = ProgramCall(self, leaves, arguments, program)

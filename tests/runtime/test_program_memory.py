@@ -1,0 +1,86 @@
+"""Which steps run as programs, and what these take: at most what is planned, known before they run."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxmem
+from fxmem.capture.joint_steps import runtime_for
+from fxmem.torch_private import storage_key
+from fxmem.watching.held_graphs import nodes_of, storages_of
+from tests.exactness import NUM_PROGRAMS, PLANS, check
+from tests.fuzz_cases import Case, check_case
+from tests.hostile.models import batch, model_of
+from tests.hostile.tensor_models import einsum_and_matmuls
+from tests.runtime.models import Smooth, loss_of
+
+SUMMED = "column add column add silu linear layer_norm complex linear no_grad where detached layer_norm view_add_"
+OPERANDS = [22, 21, 4, 26, 21, 9, 16, 24, 29, 7, 8, 7, 24, 26], [1, 0, 10, 26, 15, 0, 0, 25, 14, 25, 20, 7, 23, 9]
+
+
+@pytest.mark.slow
+def test_gradients_wait_for_no_others_where_that_would_take_more_than_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four gradients of one bias, the last of which comes late; and sums that a mode would not make in place."""
+    monkeypatch.setenv("FXMEM_RUNTIME", "program")
+    before = NUM_PROGRAMS[0]
+    program = tuple(zip(SUMMED.split(), *OPERANDS, strict=True))
+    assert check_case(Case(program, seed=158, requires_grad=False, planner="auto", share=0.0))
+    check(model_of(einsum_and_matmuls), batch(), plans=PLANS[:2])
+    assert NUM_PROGRAMS[0] == before + 4
+
+
+def _trained(num_steps: int) -> tuple[Any, Tensor]:
+    """Return a model after some steps that ask for programs, and a batch."""
+    x = torch.randn(32, 8)
+    policy = [("softplus", "recompute")]
+    optimized = fxmem.optimize(Smooth(), x, optimizer=None, loss_fn=loss_of, policy=policy, runtime="program")
+    for _ in range(num_steps):
+        loss_of(optimized(x)).backward()
+        optimized.zero_grad()
+    return optimized, x
+
+
+@pytest.mark.slow
+def test_what_a_program_has_saved_is_weighed_with_its_graph() -> None:
+    optimized, x = _trained(2)
+    loss = loss_of(optimized(x))
+    weighed = storages_of(nodes_of([loss]))
+    call = next(node.call for node in nodes_of([loss]) if hasattr(node, "call"))
+    saved = {storage_key(t): t.untyped_storage().nbytes() for t in call.saved if isinstance(t, Tensor)}
+    assert saved
+    assert saved.items() <= weighed.items()
+    loss.backward()
+    assert not saved.keys() & storages_of(nodes_of([loss])).keys()
+
+
+@pytest.mark.slow
+def test_a_program_that_would_take_more_than_the_tape_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fxmem.planning")
+    monkeypatch.setattr("fxmem.runtime.programs.program.excess_bytes", lambda *_: 640)
+    optimized, _ = _trained(3)
+    assert optimized.fxmem.plans.latest.joint.program is None
+    why = "tape: as a program its peak would be 640 bytes above the plan's"
+    assert optimized.fxmem.runtime == why
+    assert [record.getMessage() for record in caplog.records if "runtime" in record.getMessage()] == [f"runtime: {why}"]
+
+
+def test_programs_are_for_cuda_unless_something_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FXMEM_RUNTIME", raising=False)
+    cpu, cuda = [torch.device("cpu")], [torch.device("cpu"), torch.device("cuda", 0)]
+    assert [runtime_for("auto", "allocated", devices) for devices in (cpu, cuda)] == ["tape", "program"]
+    assert runtime_for("auto", "reserved", cuda) == "tape"
+    assert runtime_for("tape", "allocated", cuda) == "tape"
+    assert runtime_for("program", "reserved", cpu) == "program"
+
+
+def test_an_unknown_runtime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXMEM_RUNTIME", "graphs")
+    with pytest.raises(fxmem.InputError, match="FXMEM_RUNTIME='graphs' is none of auto, tape, program"):
+        fxmem.optimize(nn.Linear(2, 2), torch.randn(1, 2))
