@@ -380,7 +380,8 @@ def test_steps_in_several_threads_do_not_see_the_one_that_is_written_down() -> N
         assert all(map(same_bits, expected, gradients(optimized)))
 
 
-def test_what_runtime_says() -> None:
+def test_what_runtime_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FXMEM_RUNTIME", raising=False)
     x = torch.randn(4, 8)
     assert fxmem.optimize(Block(), x, optimizer=None).fxmem.runtime == "tape"
     optimized = fxmem.optimize(Block(), x, optimizer=None, runtime="program")
