@@ -100,7 +100,8 @@ OPTIONS_DOC = """
       them, or ``"reserved"`` ones, what the caching allocator takes from the device.
     - ``runtime``: how steps run. ``"program"``: as straight-line code, recorded from the first steps, which costs the host
       less than autograd does; ``"tape"``: under autograd. ``"auto"`` is programs on CUDA and the tape on the CPU. What no
-      program is right for runs on the tape all the same, as ``module.fxmem.runtime`` says; no bit depends on it.
+      program is right for runs on the tape all the same, as ``module.fxmem.runtime`` says. Bits are eager's on both; of the
+      two cases in which a step that began as a program equals eager's but for rounding, a warning tells.
     - ``cache``: whether what planning finds is kept on disk for the next process (:mod:`fxmem.disk_cache`).
 """
 
