@@ -9,8 +9,8 @@ Three commands, each writing one JSON file:
 - ``... budgets DEVICE FILE``: trains each case under budgets at the floor and at 35 % and 75 % of the way from there to the
   peak of the step as it is, with AdamW and SGD, and compares the peak with the budget.
 
-``... table PREDICTED MEASURED`` prints the two side by side. Options: ``--reserved``; ``--cases a,b``, names that contain
-one of these, in this order.
+``... table PREDICTED MEASURED`` prints the two side by side. Options: ``--budget-of``, ``--runtime``; ``--cases a,b``,
+names that contain one of these, in this order.
 """
 
 from __future__ import annotations
@@ -107,16 +107,16 @@ def measured_step(case: Case, model: nn.Module, batch: Any, optimizer: Any, scal
     }
 
 
-def under_budgets(case: Case, reserved: bool) -> Iterator[dict[str, Any]]:
+def under_budgets(case: Case, asked_for: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield, for each optimizer and budget, what was planned and what was measured, each as in a new process."""
     for name in OPTIMIZERS:
-        least, whole = _range_of(case, name, reserved)
+        least, whole = _range_of(case, name, asked_for)
         for share in SHARES:
             budget = int(least + share * (whole - least))
-            yield {"optimizer": name, "share": share, "budget": budget} | _kept(case, name, budget, reserved)
+            yield {"optimizer": name, "share": share, "budget": budget} | _kept(case, name, budget, asked_for)
 
 
-def _trained(case: Case, optimizer: str, reserved: bool) -> tuple[Any, ...]:
+def _trained(case: Case, optimizer: str, asked_for: dict[str, Any]) -> tuple[Any, ...]:
     """Return model, batch, scaler and optimizer, on a device with nothing else there, and how a step is planned."""
     model, batch, scaler = on_cuda(case)
     made = OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)
@@ -124,21 +124,21 @@ def _trained(case: Case, optimizer: str, reserved: bool) -> tuple[Any, ...]:
         "step": step_of(case, made, scaler),
         "cost": "h100",
         "plan_seconds": 1.0,
-        "budget_of": "reserved" if reserved else "allocated",
+        **asked_for,
     }
     return model, batch, scaler, made, options
 
 
-def _range_of(case: Case, optimizer: str, reserved: bool) -> tuple[int, int]:
+def _range_of(case: Case, optimizer: str, asked_for: dict[str, Any]) -> tuple[int, int]:
     """Return the least budget that can be kept, and what the step takes as it is, where that is more: CUDA's allocator may
     leave more unused in a planned step, which asks in another order."""
-    model, batch, _, _, options = _trained(case, optimizer, reserved)
+    model, batch, _, _, options = _trained(case, optimizer, asked_for)
     estimate = fxmem.estimate(model, *batch, **options)
     return estimate.floor_bytes, max(estimate.floor_bytes, estimate.bound_bytes)
 
 
-def _kept(case: Case, optimizer: str, budget: int, reserved: bool) -> dict[str, Any]:
-    model, batch, scaler, made, options = _trained(case, optimizer, reserved)
+def _kept(case: Case, optimizer: str, budget: int, asked_for: dict[str, Any]) -> dict[str, Any]:
+    model, batch, scaler, made, options = _trained(case, optimizer, asked_for)
     try:
         optimized = fxmem.optimize(model, *batch, budget=budget, **options)
     except fxmem.InfeasibleBudgetError as error:
@@ -148,6 +148,7 @@ def _kept(case: Case, optimizer: str, budget: int, reserved: bool) -> dict[str, 
     return {
         "planned": {"allocated": report.cuda.allocated_bytes, "reserved": report.cuda.reserved_bytes},
         "measured": peaks,
+        "runtime": optimized.fxmem.runtime,
         "exceeded": peaks[options["budget_of"]] > budget,
     }
 
@@ -181,20 +182,26 @@ def table(before: Path, after: Path) -> None:
         print(f"{name:40} {one['allocated']:>14,} {other['allocated']:>14,}" + "".join(f" {s:+8.3f} %" for s in shares))
 
 
-DEVICES = ("h100-80gb", "a100-80gb")
-"""GPUs whose budgets are among the committed results."""
+BUDGETS = {
+    "h100-80gb": "cuda_budgets_h100-80gb.json",
+    "a100-80gb": "cuda_budgets_a100-80gb.json",
+    'a100-80gb with `budget_of="reserved"`': "cuda_budgets_reserved_a100-80gb.json",
+    "h100-80gb with programs, the default": "cuda_budgets_programs_h100-80gb.json",
+}
+"""By GPU and kind of budget, the committed results."""
 
 
 def told() -> str:
     """Return a sentence on the budgets of the committed results."""
-    files = [json.loads((RESULTS / f"cuda_budgets_{device}.json").read_text()) for device in DEVICES]
-    parts = [_told_of(device, found["cases"]) for device, found in zip(DEVICES, files, strict=True)]
-    facts = files[0]["machine"]
+    files = {what: json.loads((RESULTS / name).read_text()) for what, name in BUDGETS.items()}
+    parts = [_told_of(what, found["cases"]) for what, found in files.items()]
+    facts = next(iter(files.values()))["machine"]
     return (
         "On devices that run PyTorch's own CUDA host code and compute nothing (`tests/cuda_stub`), AdamW and SGD, three "
-        f"budgets each from the floor up: {'; '.join(parts)}. Each step ran as in a new process; cuDNN's workspaces, which "
-        "such a device does not take, come on top (`python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_memory "
-        f"budgets h100-80gb FILE`, torch {facts['torch']}, {facts['date']})."
+        f"budgets each from the floor up: {'; '.join(parts)}. All but the last are of the tape, whose bytes are to be "
+        "the predicted ones; programs may take less. Each step ran as in a new process; cuDNN's workspaces, which such a "
+        "device does not take, come on top (`python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_memory budgets "
+        f"h100-80gb FILE --runtime tape`, torch {facts['torch']}, {facts['date']})."
     )
 
 
@@ -215,7 +222,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("device", help="a GPU by name; of table: the predicted file")
     parser.add_argument("file", type=Path)
     parser.add_argument("--cases", default="")
-    parser.add_argument("--reserved", action="store_true")
+    parser.add_argument("--budget-of", choices=("allocated", "reserved"), default="allocated")
+    parser.add_argument("--runtime", choices=("auto", "tape", "program"), default="auto")
     given = parser.parse_args(arguments)
     parts = given.cases.split(",")
     cases = list(dict.fromkeys(case for part in parts for case in CASES.values() if part in case.name))
@@ -226,7 +234,8 @@ def main(arguments: list[str]) -> None:
     elif given.command == "measure":
         _each(cases, measured, given.file)
     else:
-        _each(cases, lambda case: list(under_budgets(case, given.reserved)), given.file)
+        asked_for = {"budget_of": given.budget_of, "runtime": given.runtime}
+        _each(cases, lambda case: list(under_budgets(case, asked_for)), given.file)
 
 
 if __name__ == "__main__":

@@ -266,7 +266,7 @@ def attention_kernels() -> Rows:
 def budgets() -> Rows:
     """Allocated peaks under two budgets, with AdamW."""
     for name in ("gpt2 fp32", "resnet50 fp32", "bert fp32", "llama bf16"):
-        for found in islice(under_budgets(CASES[name], reserved=False), 2):
+        for found in islice(under_budgets(CASES[name], {}), 2):
             label = f"{name}, budget at {found['share']:.0%} of the span: {found['budget']:,}"
             if "refused" in found:
                 yield row(label, real=found["refused"][:120])
