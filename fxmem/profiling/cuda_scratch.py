@@ -349,14 +349,15 @@ def _cudnn_is_faster(x: TensorRecord, weight: TensorRecord, stride: int) -> bool
 
 @rule("convolution")
 def convolution(args: Arguments, device: DeviceModel) -> Scratch:
-    """A copy of input and weight where they are not dense in the format: channels last if either is, gaps or not. Depthwise
-    kernels go by the input, and copy it if it has gaps. Exact but for cuDNN's workspace. Source: cudnn/ConvShared.cpp,
+    """A copy of input and weight where they are not dense in the format: channels last if either is, gaps or not; that of
+    the input before there is a result, that of the weight after. Depthwise kernels go by the input, and copy it if it has
+    gaps. Exact but for cuDNN's workspace. Source: Convolution.cpp, ``_convolution``; cudnn/ConvShared.cpp,
     ``cudnn_convolution_forward``; cuda/DepthwiseConv2d.cu."""
     x, weight = args["input"], args["weight"]
     if in_depthwise_kernel(args):
         return takes(first=[_copied(x, _suggests_channels_last(x))])
     last = _in_channels_last(x, weight)
-    return takes(first=[_copied(x, last), _copied(weight, last)])
+    return takes(_copied(weight, last), whole=[_copied(x, last)])
 
 
 @rule("convolution_backward")
