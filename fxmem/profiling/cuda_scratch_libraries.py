@@ -124,9 +124,8 @@ def embedding_backward(args: Arguments, device: DeviceModel) -> Scratch:
         return Scratch()
     partial = count // 10 + min(count, args["num_weights"])
     width = grad.shape[-1]
-    return takes(
-        4 * partial * width + 40 * count + 8 * partial + 16, exact=width >= 64 and count <= args["num_weights"]
-    )
+    blocks = 4 * partial * width, *5 * (8 * count,), 8 * partial, 16
+    return takes(*blocks, exact=width >= 64 and count <= args["num_weights"])
 
 
 @rule("roll")
