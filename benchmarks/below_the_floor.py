@@ -21,6 +21,7 @@ import fxmem
 from benchmarks import below_the_floor_steps as steps
 from benchmarks.libraries import import_library
 from benchmarks.results_file import RESULTS, machine
+from fxmem.passes.choices import DEFAULT
 
 PATH = RESULTS / "below_the_floor.json"
 NUM_PAIRS = 8
@@ -29,7 +30,6 @@ VOCABULARY = 128_256
 """Of Llama 3."""
 PARTS = ("gradients", "times", "in_backward", "micro_batches")
 """Of the steps."""
-DEFAULT = steps.DEFAULT
 ALLOWED = {
     "recompute": DEFAULT,
     "+ chunk": (*DEFAULT, "chunk"),

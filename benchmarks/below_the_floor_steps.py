@@ -26,12 +26,12 @@ from benchmarks.libraries import import_library
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.fake.fake_tensors import FakeWorld
+from fxmem.passes.choices import DEFAULT
 from fxmem.passes.chunk import PIECES, in_pieces
 from fxmem.passes.chunk_chains import heads_of
 from fxmem.profiling.roofline import PRESETS
 from fxmem.torch_patches import as_in_training, without_dynamo
 
-DEFAULT = ("recompute", "inplace")
 BUDGET_SHARE = 0.6
 """Of the floor of recomputation alone: what runs in pieces is planned for this."""
 NUM_STEPS = 20
@@ -80,6 +80,26 @@ def gradients_of(name: str, build: Build, batch: tuple[int, int], vocabulary: in
         same_bits_twice=all(map(torch.equal, ours, again)),
         note=next(note for note in report.notes if note.startswith("chunk")),
     )
+
+
+def _peak_of_steps(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, ...],
+    loss_of: Callable[..., Tensor],
+    num_steps: int,
+) -> int:
+    """Train on ``batch``, an input and what the loss takes beside the output; return the peak of the last step."""
+    x, *targets = batch
+    for _ in range(num_steps):
+        with fxmem.track(module, optimizer, batch) as measured:
+            output = module(x)
+            loss = loss_of(output, *targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del output, loss
+    return measured.peak_bytes
 
 
 def _gradients(module: nn.Module, model: nn.Module, tokens: Tensor) -> tuple[int, list[Tensor]]:
@@ -192,15 +212,8 @@ def in_backward(name: str, build: Build, batch: tuple[int, int], vocabulary: int
 
     def trained(model: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[Tensor]]:
         torch.manual_seed(1)
-        for _ in range(NUM_STEPS):
-            with fxmem.track(module, optimizer, tokens) as measured:
-                output = module(tokens)
-                loss = output.sum()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                del output, loss
-        return measured.peak_bytes, [p.detach() for p in model.parameters()]
+        peak_bytes = _peak_of_steps(module, optimizer, (tokens,), torch.sum, NUM_STEPS)
+        return peak_bytes, [p.detach() for p in model.parameters()]
 
     eager = _seeded(build)
     after_bytes, expected = trained(eager, eager, adamw(eager.parameters()))
@@ -261,21 +274,14 @@ def micro_batches() -> Pieces:
     module = fxmem.optimize(model, x, budget=budget_bytes, allow=(*DEFAULT, "microbatch"), **options)
     same_outputs, error = _beside_eager(model, module, x, y)
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        with fxmem.track(module, optimizer, [x, y]) as measured:
-            output = module(x)
-            loss = F.cross_entropy(output, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            del output, loss
+    measured_bytes = _peak_of_steps(module, optimizer, (x, y), F.cross_entropy, 3)
     report = module.fxmem.report
     return Pieces(
         model="ViT-Tiny, 128 images of 96 x 96",
         floor_bytes=floor_bytes,
         budget_bytes=budget_bytes,
         planned_bytes=report.predicted_peak_bytes,
-        measured_bytes=measured.peak_bytes,
+        measured_bytes=measured_bytes,
         note=report.notes[-1],
         largest_relative_error=error,
         same_outputs=same_outputs,

@@ -31,6 +31,7 @@ from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
 from fxmem.frontiers import frontier_of
 from fxmem.ir import FrontierPoint
+from fxmem.passes.choices import DEFAULT
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import profile_for_short_memory
 from fxmem.planners.offload.link import sent_bytes
@@ -46,7 +47,6 @@ BUDGET_BYTES = 80 * 10**9
 """Of the card's 84.9 GB; the rest is left to the CUDA context and to what the allocator cannot use."""
 NUM_LAYERS = 32
 STEP = 1024
-DEFAULT = ("recompute", "inplace")
 ALLOWED = {
     "recompute": DEFAULT,
     "+ chunk": (*DEFAULT, "chunk"),

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from fxmem.errors import InputError
 
 GIB = 1 << 30
+MIN_BLOCK_BYTES = 512
+"""What CUDA's caching allocator rounds a request up to a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,11 @@ DEVICES = {
     )
 }
 """Name -> device. "h100-80gb" and "h200" are the SXM modules."""
+
+
+def rounded(nbytes: int) -> int:
+    """Return what a request of ``nbytes`` counts as allocated: the next multiple of 512, at least 512."""
+    return max(MIN_BLOCK_BYTES, -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
 
 
 def device_named(name: str) -> DeviceModel:

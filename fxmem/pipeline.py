@@ -187,7 +187,7 @@ def room_bytes(report: Report) -> int | None:
     if report.budget_bytes is None:
         return None
     if report.cuda is not None:
-        return report.budget_bytes - max(report.cuda.allocated_bytes, report.cuda.most_allocated_bytes)
+        return report.budget_bytes - report.cuda.most_allocated_bytes
     steps = [step.live_bytes for step in report.timeline.steps if step.phase in (Phase.FORWARD, Phase.BACKWARD)]
     return report.budget_bytes - max(steps, default=0)
 

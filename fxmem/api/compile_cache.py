@@ -65,6 +65,8 @@ class CompileCache:
         """By path, where the model cannot be captured whole."""
         self._found: dict[tuple[Any, ...], FoundParts] = {}
         """By signature, what can be planned of such a model."""
+        self._in_parts: set[tuple[Any, ...]] = set()
+        """Calls in which its own code runs, and the state that it was in but for which buffers it has."""
 
     def for_step(self, step: TrainingStep) -> CompileCache:
         """Return a cache for another step of the same model, which shares captured graphs, targets and the numbers of the
@@ -72,7 +74,7 @@ class CompileCache:
         other = CompileCache(self._model, replace(self._settings, step=self.with_targets(step)))
         other._states = self._states
         other._searches = Searches(type(self._model).__name__, self._searches)
-        other._expected, other._found = self._expected, self._found
+        other._expected, other._found, other._in_parts = self._expected, self._found, self._in_parts
         other._families = {kind: family.without_plans() for kind, family in self._families.items()}
         return other
 
@@ -192,8 +194,7 @@ class CompileCache:
             return self.make(inputs, autocast), error
 
     def adopt(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None) -> Compiled:
-        """Return what is compiled for another step, planned at the size of ``inputs``, as it serves this one: its peak is
-        within the budget in it too."""
+        """Return what is compiled for another step, at the size of ``inputs``, as it serves this one: its peak fits too."""
         context = CompileContext(self._model, inputs, self._settings, autocast)
         adopted = taken_over(context, compiled, "of another step")
         self._compiled.setdefault(self._signature(inputs, autocast), []).append(adopted)
@@ -244,11 +245,13 @@ class CompileCache:
             del self._found[key]
 
     def _signature(self, inputs: Inputs, autocast: Autocast | None, *, with_sizes: bool = True) -> tuple[Any, ...]:
-        """Return what a plan depends on; without ``with_sizes``, what a graph with symbolic dimensions does."""
+        """Return what a plan depends on; without ``with_sizes``, what a graph of symbolic sizes does."""
         others = [kind for kind in ("cpu", "cuda") if autocast is None or autocast.device_type != kind]
         dtypes = torch.get_default_dtype(), *((kind, torch.get_autocast_dtype(kind)) for kind in others)
-        state = self._states.number(), self._states.among(inputs.tensors)
-        return (arguments_of(inputs, with_sizes=with_sizes), autocast, dtypes, present(), *state)
+        call = arguments_of(inputs, with_sizes=with_sizes), autocast
+        in_parts = self._in_parts and (*call, self._states.number(buffers_by_name=True)) in self._in_parts
+        number = self._states.number(buffers_by_name=bool(in_parts))
+        return (*call, dtypes, present(), number, self._states.among(inputs.tensors))
 
     def kind_of(self, inputs: Inputs, autocast: Autocast | None) -> tuple[Any, ...]:
         """Return what calls have in common that differ in sizes only."""
@@ -327,7 +330,7 @@ class CompileCache:
         self, inputs: Inputs, autocast: Autocast | None, found: FoundParts | CaptureError
     ) -> Compiled:
         """Compile the parts that were ``found``, or are found now, as the whole cannot be captured."""
-        self._states.of_a_model_in_parts()
+        self._in_parts.add((arguments_of(inputs), autocast, self._states.number(buffers_by_name=True)))
         context = CompileContext(self._model, inputs, replace(self._settings, background=False), autocast)
         if isinstance(found, FoundParts):
             return compile_in_parts(context, found, self._serve_part(autocast))
@@ -360,10 +363,7 @@ class CompileCache:
             signature = cache._signature(real_like(part.inputs), autocast)
             cache._compiled.setdefault(signature, []).insert(0, compiled)
             # A call that the plan of the whole does not have may take the least peak.
-            return run_part(
-                part.module,
-                lambda inputs: cache.find(inputs, autocast) or cache.make_or_least(inputs, autocast)[0],
-            )
+            return run_part(part.module, lambda i: cache.find(i, autocast) or cache.make_or_least(i, autocast)[0])
 
         return serve
 

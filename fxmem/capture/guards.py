@@ -132,28 +132,29 @@ class ModelStates:
         self._look: _Look | None = None
         self._own: dict[int, int] = {}
         """By memory of a parameter or buffer, the number of the first one on it."""
-        self._in_parts = False
-
-    def of_a_model_in_parts(self) -> None:
-        """From now on the model's own code runs, which finds buffers by name: another tensor that lies as the one before,
-        such as a running range that each forward assigns anew, makes no other state. Parts have states of their own."""
-        if not self._in_parts:
-            self._in_parts, self._look = True, None
+        self._by_name = False
+        """Whether the latest look was for a call that finds buffers by name."""
 
     @property
     def count(self) -> int:
         """How many states the model was seen in."""
         return len(self._known)
 
-    def number(self) -> int:
-        """Return the number of the state that the model is in."""
-        if self._look is None or self._look.differs():
-            state = _state_of(self._model, buffers_by_id=not self._in_parts)
+    def number(self, *, buffers_by_name: bool = False) -> int:
+        """Return the number of the state that the model is in.
+
+        ``buffers_by_name``: for a call in which the model's own code runs, planned in parts that have states of their own:
+        another buffer that lies as the one before, such as a running range that each forward assigns anew, is no other
+        state. A graph of the whole model has the buffers themselves.
+        """
+        if self._look is None or self._by_name != buffers_by_name or self._look.differs():
+            self._by_name = buffers_by_name
+            state = _state_of(self._model, buffers_by_id=not buffers_by_name)
             if state not in self._known:
                 self._known[state] = (len(self._known), not _may_change_unseen(self._model))
             self._number, may_look = self._known[state]
             self._own = _first_on_memory(self._model)
-            self._look = _Look(self._model, with_buffers=not self._in_parts) if may_look else None
+            self._look = _Look(self._model, with_buffers=not buffers_by_name) if may_look else None
         return self._number
 
     def among(self, tensors: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:

@@ -16,10 +16,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from fxmem.devices import MIN_BLOCK_BYTES, rounded
 from fxmem.ir import Phase
-from fxmem.profiling.allocator_state import AllocatorPeaks, AllocatorState
+from fxmem.profiling.allocator_state import MOST_UNSPLIT_BYTES, AllocatorPeaks, AllocatorState
 
-MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = 1 << 20
 SMALL_SEGMENT_BYTES = 2 << 20
 LARGE_SEGMENT_BYTES = 20 << 20
@@ -29,11 +29,6 @@ SEGMENT_GRAIN_BYTES = 2 << 20
 Allocation = tuple[str, int, int]
 """("alloc" | "free" | "empty" | "end", key, nbytes); "empty" stands for ``torch.cuda.empty_cache()``, "end" for the end of
 a step that goes on as the one before."""
-
-
-def rounded(nbytes: int) -> int:
-    """Return what a request of ``nbytes`` counts as allocated: the next multiple of 512, at least 512."""
-    return max(MIN_BLOCK_BYTES, -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
 
 
 def segment_bytes(block_bytes: int) -> int:
@@ -200,7 +195,7 @@ class CachingAllocator:
     def _split(self, block: _Block, size: int, small: bool) -> None:
         """Cut off what is left of ``block`` if it is worth one: 512 bytes in the small pool, over 1 MiB in the large."""
         rest = block.nbytes - size
-        if rest >= MIN_BLOCK_BYTES if small or self._expandable else rest > SMALL_REQUEST_BYTES:
+        if rest >= MIN_BLOCK_BYTES if small or self._expandable else rest > MOST_UNSPLIT_BYTES:
             remainder = _Block(block.segment, block.offset + size, rest)
             self._segments[block.segment][remainder.offset] = remainder
             self._pools[small].add(remainder)

@@ -10,19 +10,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fxmem.devices import DeviceModel
+from fxmem.devices import DeviceModel, rounded
 from fxmem.fake.stand_in import cuda_model
 from fxmem.op_facts.kinds import MadeFirst
 from fxmem.op_facts.lookup import by_op
 from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
-from fxmem.profiling.caching_allocator import rounded
 from fxmem.profiling.cuda_reduction import TensorRecord
 from fxmem.profiling.cuda_scratch import (
+    Scratch,
     channels_vary_fastest,
     has_rule,
     in_depthwise_kernel,
@@ -37,21 +37,23 @@ from fxmem.torch_private import schema_of
 class Inside:
     """What one call of an op takes beside its inputs and results while it runs."""
 
-    blocks: tuple[int, ...] = ()
-    """Bytes of each allocation."""
-    first: tuple[int, ...] = ()
-    """The same of those that are there before its results, and gone before ``blocks``."""
-    whole: tuple[int, ...] = ()
-    """The same of those that are there before its results, and to the end."""
-    phases: tuple[tuple[int, ...], ...] = ()
-    """The same of those that are there beside ``blocks``, one phase after the other."""
-    uses_library: bool = False
+    scratch: Scratch
+    """As blocks of the allocator."""
+    uses_library: bool
     """Whether it runs in cuBLAS, which keeps a workspace for each thread that ever used it."""
-    workspace_bound: int = 0
-    """The most that cuDNN is taken to need while it runs, beside ``blocks``."""
+    workspace_bound: int
+    """The most that cuDNN is taken to need while it runs, beside the scratch; 0 of what does not run in cuDNN."""
 
 
-_NOTHING = Inside()
+def _in_blocks(scratch: Scratch) -> Scratch:
+    """Return what CUDA's allocator counts: each allocation is rounded up."""
+    blocks, first, whole, *phases = (
+        tuple(map(rounded, given)) for given in (scratch.blocks, scratch.first, scratch.whole, *scratch.phases)
+    )
+    return replace(scratch, blocks=blocks, first=first, whole=whole, phases=tuple(phases))
+
+
+_NOTHING = Inside(Scratch(), uses_library=False, workspace_bound=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +80,14 @@ class DeviceMemory:
         if self.model is None or not has_rule(name) or not _is_on_cuda(args):
             return _NOTHING
         arguments = _by_name(func, args, kwargs)
-        scratch = scratch_of(name, arguments, self.model)
-        blocks, first, whole, *phases = (
-            tuple(map(rounded, given)) for given in (scratch.blocks, scratch.first, scratch.whole, *scratch.phases)
-        )
-        bound = rounded(workspace_bound(name, arguments))
-        return Inside(blocks, first, whole, tuple(phases), uses_cublas(name), bound)
+        bound = workspace_bound(name, arguments)
+        scratch = _in_blocks(scratch_of(name, arguments, self.model))
+        return Inside(scratch, uses_cublas(name), rounded(bound) if bound else 0)
 
     def most_inside(self, func: Any, args: Any, kwargs: Any) -> int:
         """Return the most bytes that a dispatched op takes beside its inputs and results."""
         inside = self.inside(func, args, kwargs)
-        late = sum(inside.blocks) + max(map(sum, inside.phases), default=0) + inside.workspace_bound
-        return sum(inside.whole) + max(sum(inside.first), late)
+        return replace(inside.scratch, blocks=(*inside.scratch.blocks, inside.workspace_bound)).transient_bytes
 
     def made_first(self, func: Any, args: Any, kwargs: Any, output: Any) -> list[Any]:
         """Return those results of a dispatched op that its kernel on CUDA allocates before the others."""

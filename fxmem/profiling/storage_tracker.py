@@ -136,15 +136,16 @@ class StorageTracker(TorchDispatchMode):
     def _see_made(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Count what an op made on CUDA, and what its kernel takes while it runs beside inputs and results."""
         inside = self._memory.inside(func, args, kwargs)
-        with self._beside(inside.whole):
-            with self._beside(inside.first):
+        scratch = inside.scratch
+        with self._beside(scratch.whole):
+            with self._beside(scratch.first):
                 self._see((self._memory.made_first(func, args, kwargs, output), output), counted=True)
             if inside.workspace_bound:
                 self._on_workspace(inside.workspace_bound)
-            with self._beside(inside.blocks):
+            with self._beside(scratch.blocks):
                 if inside.uses_library:
                     self._see_library()
-                for phase in inside.phases:
+                for phase in scratch.phases:
                     with self._beside(phase):
                         pass
 

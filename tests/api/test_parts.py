@@ -158,3 +158,34 @@ def test_a_buffer_that_each_forward_assigns_anew_is_no_other_state_and_the_one_b
             step(optimized, x)
         assert optimized.fxmem.plans.latest is planned
         assert memory.peak_bytes == planned.report.predicted_peak_bytes
+
+
+class Scaled(Gated):
+    """Can be captured whole without its gate; what the graph then has of it is the buffer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Residual(), Residual())
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, gated: bool = True) -> Tensor:
+        return super().forward(x) if gated else self.encoder(x * self.scale)
+
+
+@pytest.mark.slow
+def test_another_buffer_is_read_by_calls_that_are_captured_whole_of_a_model_that_is_also_planned_in_parts() -> None:
+    torch.manual_seed(0)
+    eager, x = Scaled(), batch()
+    eager.gates[0].weigh.bias.data.fill_(-10.0)
+    model = copy.deepcopy(eager)
+    with pytest.warns(UserWarning, match="planned in parts"):
+        optimized = fxmem.optimize(model, x, budget="95%", **QUICK)
+    for scale in (1.0, 2.0, 3.0):
+        outputs = []
+        for m in (eager, optimized):
+            m.scale = torch.full((WIDTH,), scale)
+            outputs.append(m(x, gated=False))
+            outputs[-1].square().sum().backward()
+            step(m, x)
+        assert torch.equal(*outputs)
+        assert_same(eager, model)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from fxmem.devices import rounded
 from fxmem.profiling.allocator_state import AllocatorState, Segment
 from fxmem.profiling.caching_allocator import (
     Allocation,
     CachingAllocator,
     StepEvents,
     allocator_peaks,
-    rounded,
     segment_bytes,
 )
 from fxmem.profiling.device_memory import cublas_workspace_bytes

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxmem.devices import DEVICES
+from fxmem.devices import DEVICES, rounded
 from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
-from fxmem.profiling.caching_allocator import rounded
 from fxmem.profiling.cuda_reduction import TensorRecord, contiguous, reduction_blocks
 from fxmem.profiling.cuda_scratch import RULES, Scratch, scratch_of
 from fxmem.profiling.cudnn_workspace import workspace_bound

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from fxmem.devices import rounded
 from fxmem.op_facts.kinds import InPlaceInBackward, RecordedRole
 from fxmem.op_facts.lookup import by_op, with_role
 from fxmem.runtime.layout import View
@@ -19,8 +20,6 @@ from fxmem.torch_private import OpOverload, leaves_of, schema_of, tree_leaves
 aten = torch.ops.aten
 (SUM,) = with_role(RecordedRole, "sum")
 SUMS = {SUM} | with_role(RecordedRole, "sum in place")
-CUDA_BLOCK = 512
-"""What CUDA's allocator rounds up to."""
 
 
 def _in_place(op: OpOverload) -> OpOverload:
@@ -116,4 +115,4 @@ class Recording:
 
 def device_bytes(nbytes: int, device: torch.device) -> int:
     """Return what storages of so many bytes take of their device."""
-    return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if device.type == "cuda" else nbytes
+    return rounded(nbytes) if nbytes and device.type == "cuda" else nbytes
