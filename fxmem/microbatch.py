@@ -20,6 +20,7 @@ from fxmem.capture.dynamic_batch import batch_dims, resized
 from fxmem.capture.export import capture, fitting
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs, device_of
 from fxmem.capture.sample_coupling import check_samples_apart
+from fxmem.capture.side_effects import NONE, SideEffects
 from fxmem.emitted import bound_bytes
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
 from fxmem.ir import ChoiceMade
@@ -44,6 +45,7 @@ class PiecesGraph:
     autocast: Autocast | None
     parameters: tuple[torch.Tensor, ...]
     dynamic: Dims = frozenset()
+    effects: SideEffects = NONE
 
     def run(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """Return the output of the whole batch and its leaves."""
@@ -77,6 +79,10 @@ def compile_in_pieces(
     except (CaptureError, InputError) as error:
         raise InputError(f"micro-batches: the model is tied to the size of its batch: {error}") from refused
     check_samples_apart(symbolic)
+    if symbolic.effects:
+        raise InputError(
+            "micro-batches: the model leaves tensors in attributes or arguments, where pieces would overwrite each other's"
+        ) from refused
     if symbolic.reads:
         raise InputError(
             "micro-batches: the model looks at values of its inputs, which pieces may have others of"

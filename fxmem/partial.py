@@ -28,6 +28,7 @@ from torch import fx
 
 from fxmem.capture.advice import Part, capturable_parts, followed, light, num_elements
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
+from fxmem.capture.side_effects import NONE, SideEffects
 from fxmem.capture.ways import Way
 from fxmem.emitted import Emitted, bound_bytes, emit_point
 from fxmem.errors import CaptureError, ChangedArgumentError, InfeasibleBudgetError
@@ -63,6 +64,8 @@ class PartsGraph:
     num_calls: tuple[int, ...]
     """Of each part in one forward, as planned for."""
     dynamic: Dims = frozenset()
+    effects: SideEffects = NONE
+    """What graphs leave: here the model itself runs."""
     latest_calls: list[int] = field(default_factory=list)
     """Of each part in the latest forward."""
 
@@ -391,4 +394,7 @@ def _run_part(
         return part(*args, **kwargs)
     inputs = Inputs.of(args, kwargs, part)
     compiled = compiled_for(inputs)
-    return compiled.captured.call(compiled.graph_module, inputs.leaves)
+    compiled.captured.effects.forget()
+    output, leaves = compiled.captured.run(compiled.graph_module, inputs.leaves)
+    compiled.captured.returned((args, kwargs), leaves)
+    return output

@@ -304,6 +304,7 @@ def _fit(run: Run, optimize: Any) -> None:
 
     model = sentence_model(run.folder)
     torch.manual_seed(4)
+    random.seed(4)  # what was imported now may have drawn
     run.begin(model)
     optimize(model)
     run.model = model

@@ -281,11 +281,11 @@ class CompileCache:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
         self._settings = self._settings.seen_with(inputs.leaves)
         family = self._family(inputs, autocast)
-        found = self._found.get(self._signature(inputs, autocast))
-        if found is not None:
+        if (found := self._found.get(self._signature(inputs, autocast))) is not None:
             return self._compile_in_parts(inputs, autocast, found)
         try:
             captured = family.graph_for(self._model, inputs, autocast)
+            self._states.note(captured)
         except CaptureError as refused:
             return self._compile_in_parts(inputs, autocast, refused)
         larger = family.larger(inputs, captured) if self._settings.budget_share is None else None

@@ -114,6 +114,8 @@ class LoopPlans:
             watch.stop()
         compiled = self.for_call(inputs, autocast)
         output, leaves = self._latest.run(compiled, inputs, autocast, call, self._held_bytes)
+        if isinstance(compiled.captured, CaptureGraph):
+            leaves = compiled.captured.returned(call, leaves)
         self._note(compiled, inputs, leaves)
         return output
 
@@ -133,7 +135,8 @@ class LoopPlans:
             if self._loss_watch is not None and self._is_inside_another():
                 self._loss_watch = None  # what comes after is the rest of that model, not a loss
             if self._loss_watch is not None and isinstance(compiled.captured, FOLLOWED):
-                self._loss_watch.note_call(call, compiled.captured.parameters, inputs.leaves, leaves)
+                captured = compiled.captured
+                self._loss_watch.note_call(call, captured.parameters, inputs.leaves, leaves, captured.effects)
 
     def for_call(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Return what is compiled for a training call, compiling it on first sight. Errors: as :func:`fxmem.optimize` tells

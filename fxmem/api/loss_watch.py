@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fxmem.api.step_watch import CALL, Call
+from fxmem.capture.side_effects import NONE, SideEffects
 from fxmem.profiling.seen_loss import LossNotSeenError, LossRecorder, SeenLoss
 from fxmem.profiling.targets import Sizes, Targets, sizes_of
 from fxmem.torch_patches import calls_of_backward_shown_to, calls_shown_to
@@ -66,12 +67,18 @@ class LossWatch:
         self._recorder, self._calls = None, []
 
     def note_call(
-        self, call: Call, parameters: Sequence[torch.Tensor], inputs: Sequence[Any], outputs: Sequence[Any]
+        self,
+        call: Call,
+        parameters: Sequence[torch.Tensor],
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        effects: SideEffects = NONE,
     ) -> None:
-        """Look from here on at what is made of ``outputs``, the leaves of a training call with ``inputs``."""
+        """Look from here on at what is made of ``outputs``, the leaves of a training call with ``inputs``, and of what the
+        call left in attributes."""
         if self._recorder is None:
             self._recorder, self._sizes = LossRecorder(parameters, inputs), sizes_of(inputs)
-        self._recorder.note_output(outputs)
+        self._recorder.note_output(outputs, effects)
         self._calls.append(weakref.ref(call))
         watch = weakref.ref(self)
 

@@ -33,6 +33,7 @@ from fxmem.capture.graph import (
 from fxmem.capture.node_notes import NOTED, noted_in_nodes
 from fxmem.capture.opaque_calls import Opaque, kept_whole, opaque_call
 from fxmem.capture.pytrees import outputs_looked_into
+from fxmem.capture.side_effects import NONE, SideEffects
 from fxmem.capture.validate import check_faithful
 from fxmem.capture.value_guards import KnownValues, ValueGuard, answered, places_of, seeing_values
 from fxmem.errors import CaptureError, InputError, chain_of, first_lines, raised_in
@@ -98,10 +99,15 @@ def check_call(model: torch.nn.Module, inputs: Inputs) -> None:
 
 
 def _captured(
-    model: torch.nn.Module, inputs: Inputs, autocast: Autocast | None, dynamic: Dims, partly: bool
+    model: torch.nn.Module,
+    inputs: Inputs,
+    autocast: Autocast | None,
+    dynamic: Dims,
+    partly: bool,
+    effects: SideEffects = NONE,
 ) -> CaptureGraph:
     try:
-        with attributes_restored(model), kept_whole(model) as opaques:
+        with attributes_restored(model), kept_whole(model) as opaques, effects.returned(model):
             module, out_spec, reads, conditions = _exported(model, inputs, autocast, dynamic)
     except CaptureError:
         raise
@@ -121,8 +127,9 @@ def _captured(
     guards = SizeGuards(conditions, signature_of(model, inputs)) if dynamic else None
     if _has_places(graph_module):
         reads += tuple(places_of(inputs.leaves))
+    state = tuple(state_as_moved(model))
     captured = CaptureGraph(
-        graph_module, out_spec, autocast, dynamic, parameters, device, reads, guards, state=tuple(state_as_moved(model))
+        graph_module, out_spec, autocast, dynamic, parameters, device, reads, guards, state=state, effects=effects
     )
     _check_scalars(model, captured)
     _check_recurrent(model, captured)
@@ -135,8 +142,8 @@ def _captured(
             f"{type(model).__name__} is tied to the size {inputs.leaves[i].shape[d]} of dimension {d} of its input "
             f"{captured.input_names[i]}"
         )
-    check_faithful(model, captured, inputs)
-    return captured
+    missing = check_faithful(model, captured, inputs)
+    return _captured(model, inputs, autocast, dynamic, partly, missing) if missing else captured
 
 
 def _check_parameters(model: torch.nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch import fx
 from torch.autograd.grad_mode import _force_original_view_tracking
 
 from fxmem.capture.pytrees import flattened
+from fxmem.capture.side_effects import NONE, SideEffects
 from fxmem.capture.value_guards import ValueGuard, all_hold
 from fxmem.errors import InputError
 from fxmem.ir import ChoiceMade, InplaceDecision, Source
@@ -149,6 +150,8 @@ class CaptureGraph:
     """Of an emitted graph: the one that its plan was made for."""
     state: tuple[torch.Tensor, ...] = ()
     """The model's parameters and buffers in the order in which ``model.to(device)`` moves them."""
+    effects: SideEffects = NONE
+    """What a call leaves in Python beside what it returns: the graph returns it too."""
 
     @property
     def input_names(self) -> list[str]:
@@ -187,8 +190,23 @@ class CaptureGraph:
         return all_hold(self.reads, inputs.leaves)
 
     def unflatten(self, leaves: Any) -> Any:
-        """Return the model's own output structure around ``leaves``."""
-        return tree_unflatten(list(leaves), self.out_spec)
+        """Return the model's own output structure around ``leaves``, and leave what a call leaves in attributes."""
+        return self.effects.output_of(tree_unflatten(list(leaves), self.out_spec))
+
+    def returned(self, call: tuple[tuple[Any, ...], dict[str, Any]], leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return the leaves of the model's own output, of ``leaves`` that its graph returned, and put into the arguments of
+        ``call`` what the model puts there."""
+        self.effects.write_arguments(call, leaves, self.out_spec)
+        return leaves[: self.effects.num_leaves(self.out_spec)]
+
+    def tensors_read(self) -> Iterator[torch.Tensor]:
+        """Yield what the graph reads that is neither parameter nor buffer nor input: constants."""
+        module = self.graph_module
+        own = {id(t) for t in self.state}
+        for node in module.graph.nodes:
+            value = attribute_of(module, str(node.target)) if node.op == "get_attr" else None
+            if isinstance(value, torch.Tensor) and id(value) not in own:
+                yield value
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return the context of a whole forward: inside, an op's own autocast region forgets no casts."""

@@ -10,6 +10,7 @@ names. Any other object counts by identity alone; global variables do not count.
 from __future__ import annotations
 
 import types
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from itertools import chain
@@ -20,7 +21,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from fxmem.capture.graph import Inputs, order_of_dims
+from fxmem.capture.graph import CaptureGraph, Inputs, order_of_dims
+from fxmem.capture.side_effects import SideEffects
 from fxmem.fake.python_state import CONTAINERS
 from fxmem.torch_private import FakeTensor, is_traceable_wrapper, storage_key, version_of
 
@@ -134,6 +136,9 @@ class ModelStates:
         """By memory of a parameter or buffer, the number of the first one on it."""
         self._by_name = False
         """Whether the latest look was for a call that finds buffers by name."""
+        self._effects: list[SideEffects] = []
+        self._constants: list[torch.Tensor] = []
+        """What graphs read that is neither parameter, buffer nor input."""
 
     @property
     def count(self) -> int:
@@ -149,13 +154,31 @@ class ModelStates:
         """
         if self._look is None or self._by_name != buffers_by_name or self._look.differs():
             self._by_name = buffers_by_name
-            state = _state_of(self._model, buffers_by_id=not buffers_by_name)
+            state = _state_of(self._model, self._left, buffers_by_id=not buffers_by_name)
             if state not in self._known:
-                self._known[state] = (len(self._known), not _may_change_unseen(self._model))
+                self._known[state] = (len(self._known), not _may_change_unseen(self._model, self._left))
             self._number, may_look = self._known[state]
             self._own = _first_on_memory(self._model)
-            self._look = _Look(self._model, with_buffers=not buffers_by_name) if may_look else None
+            self._look = _Look(self._model, self._left, with_buffers=not buffers_by_name) if may_look else None
         return self._number
+
+    def note(self, captured: CaptureGraph) -> None:
+        """Let what calls of a graph leave in attributes be no other state. Errors: ``CaptureError`` if a graph reads it."""
+        read = list(captured.tensors_read())
+        for effects in self._effects:
+            effects.check_unread(read)
+        captured.effects.check_unread(self._constants)
+        self._constants += read
+        if captured.effects:
+            self._effects.append(captured.effects)
+            self._look = None
+
+    @property
+    def _left(self) -> Left:
+        left: Left = defaultdict(set)
+        for module, name in chain.from_iterable(effects.attributes for effects in self._effects):
+            left[id(module)].add(name)
+        return left
 
     def among(self, tensors: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
         """Return which of ``tensors`` lie on memory of the model's parameters or buffers, as of the last look."""
@@ -164,17 +187,38 @@ class ModelStates:
         return tuple([(number, own[memory]) for number, memory in memories if memory in own])
 
 
+Left = defaultdict[int, set[str]]
+"""By the id of a module, the attributes in which graphs leave something."""
+
+
+def _attributes(module: torch.nn.Module, left: Left) -> Iterable[tuple[str, Any]]:
+    """Return the names and values of a module's attributes, but for what graphs leave there."""
+    names = left.get(id(module))
+    return module.__dict__.items() if not names else [(k, v) for k, v in module.__dict__.items() if k not in names]
+
+
+class _Without:
+    """The values of a module's attributes, but for what graphs leave there, as they are when it is asked."""
+
+    def __init__(self, module: torch.nn.Module, left: Left) -> None:
+        self._module, self._left = module, left
+
+    def __iter__(self) -> Iterator[Any]:
+        return (value for _, value in _attributes(self._module, self._left))
+
+
 class _Look:
     """All that a model's state is made of, by identity, to tell whether anything was replaced since.
 
     ``with_buffers``: False of a model whose buffers may be replaced; those before are not kept alive.
     """
 
-    def __init__(self, model: torch.nn.Module, with_buffers: bool) -> None:
+    def __init__(self, model: torch.nn.Module, left: Left, with_buffers: bool) -> None:
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]  # of which no graph is made
         buffers: list[dict[str, Any]] = [m._buffers for m in modules] if with_buffers else []
-        holders = [h for m in modules for h in (m.__dict__, m._parameters, m._modules)] + buffers
-        inside = list(_holders_in(model))
+        attributes: list[Any] = [_Without(m, left) if id(m) in left else m.__dict__ for m in modules]
+        holders = attributes + [h for m in modules for h in (m._parameters, m._modules)] + buffers
+        inside = list(_holders_in(model, left))
         holders += inside
         self._empty = [h for h in holders if not isinstance(h, tuple | frozenset) and not h]
         filled = [h for h in holders if isinstance(h, tuple | frozenset) or h]
@@ -217,10 +261,10 @@ def _first_on_memory(model: torch.nn.Module) -> dict[int, int]:
     return first
 
 
-def _may_change_unseen(model: torch.nn.Module) -> bool:
+def _may_change_unseen(model: torch.nn.Module, left: Left) -> bool:
     """True if attributes are other tensors or arrays, or records in slots: they may be written to in place."""
     own = _own_tensors(model)
-    holders = (*(m.__dict__ for m in model.modules()), *_holders_in(model))
+    holders = (*(dict(_attributes(m, left)) for m in model.modules()), *_holders_in(model, left))
     values = chain.from_iterable(h.values() if isinstance(h, dict) else h for h in holders)
     others = (value for value in values if type(value) not in CONSTANTS and id(value) not in own)
     return any(isinstance(v, torch.Tensor | np.ndarray) or (_slots(v) and _is_record(v)) for v in others)
@@ -237,9 +281,9 @@ def _classes_of(model: torch.nn.Module) -> list[type]:
     return [kind for kind in kinds if kind is not object and not kind.__module__.startswith("torch.")]
 
 
-def _holders_in(model: torch.nn.Module) -> Iterator[Any]:
+def _holders_in(model: torch.nn.Module, left: Left) -> Iterator[Any]:
     """Yield the containers among the modules' attributes and the attributes of records, and those in them."""
-    stack = [value for m in model.modules() for name, value in m.__dict__.items() if name not in REGISTRIES]
+    stack = [value for m in model.modules() for name, value in _attributes(m, left) if name not in REGISTRIES]
     seen: set[int] = set()
     while stack:
         value = stack.pop()
@@ -300,7 +344,7 @@ def _found_slot_names(kind: Any) -> tuple[str, ...]:
     return tuple([name for name in names if not name.startswith("__")])
 
 
-def _state_of(model: torch.nn.Module, buffers_by_id: bool) -> tuple[Any, ...]:
+def _state_of(model: torch.nn.Module, left: Left, buffers_by_id: bool) -> tuple[Any, ...]:
     state: list[Any] = []
     known: dict[int, Any] = {}
     own, first = _own_tensors(model), _first_on_memory(model)
@@ -312,7 +356,7 @@ def _state_of(model: torch.nn.Module, buffers_by_id: bool) -> tuple[Any, ...]:
                 itself = id(t) if buffers_by_id or name in module._parameters else None
                 state += (name, itself, _facts(t), first.get(_memory(t)) if _has_memory(t) else None)
         others = []
-        for name, value in module.__dict__.items():
+        for name, value in _attributes(module, left):
             if type(value) in CONSTANTS:
                 state += (name, _constant(value))
             elif name not in REGISTRIES and not (type(value) in CONTAINERS and not value):

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.pytrees import flattened
+from fxmem.capture.side_effects import NONE, SideEffects, side_effects
 from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import CaptureError, ChangedArgumentError, chain_of, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, attributes_restored
@@ -49,12 +50,18 @@ class _Run:
     ops_again: list[tuple[str, tuple[str, ...]]]
     new_buffers: frozenset[str]
     """Buffers of the model that it wrote to, or exchanged for others."""
+    arguments: tuple[int | str, ...] = ()
+    """Containers among its arguments that it put something else into."""
 
 
-def check_faithful(model: torch.nn.Module, captured: CaptureGraph, inputs: Inputs) -> None:
-    """Raise ``CaptureError`` if the model does what its graph would not: in autograd, in Python, in its next call."""
+def check_faithful(model: torch.nn.Module, captured: CaptureGraph, inputs: Inputs) -> SideEffects:
+    """Raise ``CaptureError`` if the model does what its graph would not: in autograd, in Python, in its next call. Return
+    what it leaves in Python that the graph could leave too, if it were captured for that."""
     try:
         eager = _run(model, model, captured, inputs, twice=True)
+        missing = NONE if captured.effects else side_effects(model, eager.left, eager.again, eager.arguments)
+        if missing:
+            return missing
         graph = _run(captured.graph_module, model, captured, inputs, twice=bool(eager.again))
     except CaptureError:
         raise
@@ -71,9 +78,11 @@ def check_faithful(model: torch.nn.Module, captured: CaptureGraph, inputs: Input
             f"{type(model).__name__} could not be run on fake tensors{place}: {first_lines(error)}. If it reads the values "
             "in tensors, move that part out of the model or optimize the parts around it."
         ) from error
-    _check_effects(model, eager, graph)
+    _check_effects(captured.effects, model, eager, graph)
     _check_autograd(model, eager, graph)
     _check_ops(model, eager, graph)
+    captured.effects.check_unread(captured.tensors_read())
+    return NONE
 
 
 def _check_ops(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
@@ -125,17 +134,19 @@ _KNOWN_LOSSES = {
 _OTHER_LOSS = "A custom autograd.Function or a module hook in it would be lost, and gradients would be wrong."
 
 
-def _check_effects(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
-    """Raise ``CaptureError`` for what a forward leaves in Python, or does anew in each call; a cache is neither."""
-    name = type(model).__name__
+def _check_effects(effects: SideEffects, model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
+    """Raise ``CaptureError`` for what a forward leaves in Python, or does anew in each call; a cache is neither, and the
+    graph has the ``effects``."""
+    name, kept = type(model).__name__, {(id(module), name) for module, name in effects.attributes}
     for place, value in eager.left.items():
         with_grad = isinstance(value, torch.Tensor) and value.requires_grad
-        if with_grad and place not in graph.left:
+        if with_grad and place not in graph.left and (place.holder, place.name) not in kept:
             raise CaptureError(
                 f"{name} leaves a tensor that carries gradient in the attribute {place}; a captured graph would not. Let "
                 "forward return it instead."
             )
-    changed = next((place for place in eager.again if place not in graph.again), None)
+    lost = (place for place in eager.again if place not in graph.again and (place.holder, place.name) not in kept)
+    changed = next(lost, None)
     if changed is not None:
         raise CaptureError(
             f"{name} changes {changed} in every forward; a captured graph would not. Keep it in a tensor, by "
@@ -165,6 +176,7 @@ def _run(
     """Run ``module``, the model itself or its graph, once or two times on fakes."""
     world = FakeWorld(inputs.leaves)
     fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
+    arguments: dict[int | str, None] = {}
 
     def forward() -> tuple[Any, list[tuple[str, tuple[str, ...]]]]:
         autocast = captured.autocast
@@ -176,8 +188,10 @@ def _run(
         ):
             if module is model:
                 args, kwargs = Inputs(tuple(fakes), inputs.spec).call()
-                with _arguments_left(model, args, kwargs), seeing_values(inputs.leaves, fakes):
+                left_in = _arguments_left(model, args, kwargs)
+                with left_in as put_into, captured.effects.returned(model), seeing_values(inputs.leaves, fakes):
                     outputs = module(*args, **kwargs)
+                arguments.update(put_into)
             else:
                 outputs = module(*fakes)
         return outputs, log.ops
@@ -200,7 +214,7 @@ def _run(
             name for name, b in buffers.items() if there.get(name) is not b or version_of(b) != versions[name]
         )
         if not twice:
-            return _Run(_autograd_nodes(outputs), calls, left, {}, ops, ops, new_buffers)
+            return _Run(_autograd_nodes(outputs), calls, left, {}, ops, ops, new_buffers, tuple(arguments))
         between, draws_again = PythonState(model), Draws(draws.own)
         with draws_again.watching():
             _, ops_again = forward()
@@ -208,22 +222,29 @@ def _run(
         moved = draws.moved or draws_again.moved
         if not _SEEDINGS & set(calls) and (draws_again.makes_one or (moved and seeds(forward))):
             calls.append("manual_seed or set_state of a torch.Generator")
-    return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again, new_buffers)
+    return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again, new_buffers, tuple(arguments))
 
 
 @contextmanager
-def _arguments_left(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Raise ``CaptureError`` if the body put anything else into the containers among a call's arguments."""
-    named = {f"number {number}": value for number, value in enumerate(args)} | {f"{k!r}": v for k, v in kwargs.items()}
+def _arguments_left(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[dict[int | str, None]]:
+    """Note the dicts and lists among a call's arguments that the body put anything else into. Errors:
+    ``ChangedArgumentError`` of other containers."""
+    named: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     before = {name: flattened(value) for name, value in named.items()}
-    yield
+    put_into: dict[int | str, None] = {}
+    yield put_into
     for name, value in named.items():
         (given, given_spec), (left, left_spec) = before[name], flattened(value)
         if left_spec != given_spec or any(a is not b for a, b in zip(left, given, strict=True)):
-            raise ChangedArgumentError(
-                f"{type(model).__name__} changes its argument {name}, a {type(value).__name__}; a captured graph would "
-                "not. Let forward return what it puts there (of a cache of keys and values: use_cache=False)."
-            )
+            if type(value) not in (dict, list):
+                which = f"number {name}" if isinstance(name, int) else repr(name)
+                raise ChangedArgumentError(
+                    f"{type(model).__name__} changes its argument {which}, a {type(value).__name__}; a captured graph "
+                    "would not. Let forward return what it puts there (of a cache of keys and values: use_cache=False)."
+                )
+            put_into[name] = None
 
 
 def _autograd_nodes(outputs: Any) -> Counter[str]:

@@ -49,6 +49,8 @@ class Place:
 
     owner: str
     name: str
+    holder: int = 0
+    """The id of the object whose attribute it is, if it is one."""
 
     def __str__(self) -> str:
         return f"{self.name!r} of {self.owner}"
@@ -210,7 +212,7 @@ class PythonState:
                 derived = _is_derived(cell.holder)
                 for k in keys:
                     if k not in _REGISTRIES and not (derived and isinstance(now[k], torch.Tensor)):
-                        found[Place(cell.place.owner, k)] = now[k]
+                        found[Place(cell.place.owner, k, id(cell.holder))] = now[k]
             elif not _same(now, cell.values):
                 found[cell.place] = now
         for name, before, after in zip(("random", "numpy.random"), self._generators, _python_generators(), strict=True):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fxmem.capture.side_effects import NONE, SideEffects
 from fxmem.errors import InputError, first_lines
 from fxmem.profiling.targets import Beside, Like, changed_sizes, resized
 from fxmem.torch_private import OF_FAKES, TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -54,7 +55,7 @@ class Given:
     call: int
     """Of the model, in the step."""
     place: int
-    """Among the leaves of its output."""
+    """Among the leaves of its output; from the end, of what it left in attributes."""
     size: tuple[int, ...]
 
 
@@ -150,6 +151,8 @@ class SeenLoss:
     """Values that were there; if the graph of the loss does not keep them, names did."""
     is_plain: bool
     """It takes no more than the loss that is assumed where none is known: that of the model, or the sum of its output."""
+    effects: SideEffects = NONE
+    """What a call leaves in attributes, where the loss may read it."""
 
     def __call__(self, *args: Any) -> torch.Tensor:
         try:
@@ -159,6 +162,7 @@ class SeenLoss:
 
     def _run(self, outputs: Sequence[Any], targets: Sequence[Any]) -> torch.Tensor:
         leaves = [tree_leaves(output) for output in outputs]
+        leaves[-1] += tree_leaves(self.effects.held())
         env: dict[int, Any] = {each.number: leaves[each.call][each.place] for each in self.given}
         changes = changed_sizes((each.size, tuple(env[each.number].shape)) for each in self.given)
         env |= dict(zip(self.target_values, targets, strict=True))
@@ -205,6 +209,7 @@ class LossRecorder(TorchFunctionMode):
         self._numbers: dict[int, int] = {}
         self._given: list[Given] = []
         self._num_outputs = 0
+        self._effects = NONE
         self._targets: dict[int, Any] = {}
         self._calls: list[SeenCall] = []
         self._of_model: set[int] = set()
@@ -217,9 +222,10 @@ class LossRecorder(TorchFunctionMode):
             if isinstance(leaf, torch.Tensor):
                 self._targets[self._new(leaf)] = Beside(index)
 
-    def note_output(self, leaves: Sequence[Any]) -> None:
-        """Note the leaves of a call's output."""
-        for place, leaf in enumerate(leaves):
+    def note_output(self, leaves: Sequence[Any], effects: SideEffects = NONE) -> None:
+        """Note the leaves of a call's output, and what it left in attributes."""
+        left, self._effects = tree_leaves(effects.held()), effects
+        for place, leaf in (*enumerate(leaves), *enumerate(left, start=-len(left))):
             if isinstance(leaf, torch.Tensor) and self._number(leaf) is None:
                 number = self._new(leaf)
                 self._given.append(Given(number, self._num_outputs, place, tuple(leaf.shape)))
@@ -301,6 +307,8 @@ class LossRecorder(TorchFunctionMode):
         alive = {number: sys.getrefcount(ref()) for number in made if (ref := self._values[number])() is not None}
         named = frozenset(number for number, count in alive.items() if count > _references_if_alone())
         given = tuple(each for each in self._given if each.number in needed)
+        if any(each.place < 0 and each.call < self._num_outputs - 1 for each in given):
+            raise LossNotSeenError("it reads what an earlier call left in an attribute")
         targets = {number: target for number, target in self._targets.items() if number in needed}
         seen = SeenLoss(
             num_outputs=self._num_outputs,
@@ -311,6 +319,7 @@ class LossRecorder(TorchFunctionMode):
             named=named,
             perhaps_named=frozenset(alive) - named,
             is_plain=self._is_plain(calls, given, targets),
+            effects=self._effects,
         )
         return seen, tuple(targets.values())
 

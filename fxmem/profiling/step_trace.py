@@ -174,7 +174,11 @@ class _Tracer:
             loss_fn = step.loss_on(step.targets.blank((*parameters, *fakes)))
             run_step(forward, loss_fn, autocast=self.captured.autocast, keep_casts=False)
 
-        with gradients_untouched(self.captured.parameters), self.world.active(self.graph_module):
+        with (
+            gradients_untouched(self.captured.parameters),
+            self.world.active(self.graph_module),
+            self.captured.effects.undone(),
+        ):
             pairs = list(zip(self.captured.parameters, parameters, strict=True))
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
             buffers = [self.world.fake(b) for b in self.graph_module.buffers() if b.requires_grad]
@@ -223,7 +227,7 @@ class _Tracer:
     def run_forward(self, step: TrainingStep) -> None:
         """Run forward and loss only."""
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
-        with self.world.active(self.graph_module):
+        with self.world.active(self.graph_module), self.captured.effects.undone():
             targets = step.targets.blank((*map(self.world.fake, self.captured.parameters), *fakes))
             self._hold_statics([*fakes, *targets])
             context = self.captured.autocast.enter() if self.captured.autocast else nullcontext()

@@ -61,7 +61,8 @@ def emitted_step(
     """Return what the training step of ``emitted`` takes. Errors: ``VerificationError`` if it cannot run."""
     try:
         subject = _Subject(lambda leaves: captured.call(emitted, leaves), emitted, captured.graph_module)
-        return _ran(subject, captured, inputs, step, seen)
+        with captured.effects.undone():
+            return _ran(subject, captured, inputs, step, seen)
     except InputError:  # of the loss or the optimizer
         raise
     except Exception as error:
