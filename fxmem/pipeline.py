@@ -85,8 +85,7 @@ class Compiled:
     """Under a quick plan: the search for the others, which goes on beside."""
 
     def run(self, leaves: Sequence[Any], held_bytes: int = 0) -> tuple[Any, Sequence[Any]]:
-        """Return the model's output for a call with these leaves, and its leaves. ``held_bytes``: of earlier outputs that
-        are alive."""
+        """Return the model's output for a call with these leaves, and its leaves. ``held_bytes``: of earlier outputs."""
         self.captured.effects.forget()
         if self.joint is None:
             return self.captured.run(self.graph_module, leaves)

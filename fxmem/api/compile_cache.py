@@ -23,7 +23,8 @@ from fxmem.capture.advice import Part, real_like
 from fxmem.capture.dynamic_batch import Shapes, largest_batch, resized, shapes_of
 from fxmem.capture.export import fitting
 from fxmem.capture.graph import CaptureGraph, Inputs
-from fxmem.capture.guards import ModelStates, arguments_of
+from fxmem.capture.guards import arguments_of
+from fxmem.capture.model_states import ModelStates
 from fxmem.capture.ways import Way
 from fxmem.capture.written_state import Before
 from fxmem.errors import CaptureError, InfeasibleBudgetError, InputError
@@ -100,7 +101,8 @@ class CompileCache:
     def find(self, inputs: Inputs, autocast: Autocast | None) -> Compiled | None:
         """Return what is compiled for the signature of ``inputs`` and serves them, if anything is."""
         signature = self._signature(inputs, autocast)
-        compiled = _serving(self._compiled.get(signature, []), inputs)
+        ways = self._compiled.get(signature, [])
+        compiled = next((one for one in ways if one.captured.serves(inputs)), None)
         if compiled is None:
             compiled = self._of_larger_size(signature, inputs, autocast)
         self.latest = compiled or self.latest
@@ -393,8 +395,3 @@ def _collected_afterwards() -> Iterator[None]:
         if enabled:
             gc.enable()
         gc.collect()
-
-
-def _serving(specializations: list[Compiled], inputs: Inputs) -> Compiled | None:
-    """Return that of ``specializations`` which the model goes with these inputs."""
-    return next((one for one in specializations if one.captured.serves(inputs)), None)

@@ -231,14 +231,14 @@ def _arguments_left(
 ) -> Iterator[dict[int | str, None]]:
     """Note the dicts and lists among a call's arguments that the body put anything else into. Errors:
     ``ChangedArgumentError`` of other containers."""
-    named: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    named: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
     before = {name: flattened(value) for name, value in named.items()}
     put_into: dict[int | str, None] = {}
     yield put_into
     for name, value in named.items():
         (given, given_spec), (left, left_spec) = before[name], flattened(value)
         if left_spec != given_spec or any(a is not b for a, b in zip(left, given, strict=True)):
-            if type(value) not in (dict, list):
+            if not isinstance(value, dict | list):
                 which = f"number {name}" if isinstance(name, int) else repr(name)
                 raise ChangedArgumentError(
                     f"{type(model).__name__} changes its argument {which}, a {type(value).__name__}; a captured graph "

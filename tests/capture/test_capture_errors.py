@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections import deque
 
 import pytest
 import torch
@@ -74,12 +75,12 @@ def test_what_cannot_be_captured_is_told_with_its_place_and_a_way_out() -> None:
 
 def test_an_argument_that_a_forward_changes_is_named() -> None:
     class Remembering(Extras):
-        def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor, cache: deque[Tensor]) -> Tensor:  # type: ignore[override]
             cache.append(self.linear(x))
             return cache[-1].exp()
 
-    with pytest.raises(fxmem.CaptureError, match="Remembering changes its argument 'cache', a list"):
-        fxmem.optimize(Remembering(), torch.randn(4, WIDTH), {"cache": []}, optimizer=None)
+    with pytest.raises(fxmem.CaptureError, match="Remembering changes its argument 'cache', a deque"):
+        fxmem.optimize(Remembering(), torch.randn(4, WIDTH), {"cache": deque()}, optimizer=None)
 
 
 def test_the_training_flag_is_the_originals() -> None:

@@ -36,6 +36,26 @@ class Looks(nn.Module):
         return [found, read]
 
 
+class Anchored(nn.Module):
+    """Takes numbers out of a tensor that is neither its input nor its state, as detection heads do of their strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.strides = nn.Linear(2, 2), torch.tensor([4.0, 8.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        width, height = self.strides.tolist()
+        return self.inner(x)[x > width / height].sum() * width
+
+
+def test_lists_of_tensors_beside_inputs_and_state_are_read_where_they_were() -> None:
+    model, inputs = Anchored(), Inputs.of((X,), {})
+    world = FakeWorld(inputs.leaves)
+    fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
+    with world.state_of(model), world.active(model), ScalarReads(), way_of(model).taken(inputs.leaves, fakes):
+        assert model(*fakes).shape == ()
+
+
 def way_of(model: nn.Module) -> Way:
     return ways_of(model, Inputs.of((X,), {}), None)[0]
 

@@ -75,11 +75,6 @@ def activations_logged(m: Any, x: Tensor) -> Tensor:
     return x.exp()
 
 
-def activation_cached(m: Any, x: Tensor) -> Tensor:
-    m.cache = x.detach()
-    return x.exp()
-
-
 def python_random(m: Any, x: Tensor) -> Tensor:
     return x * random.random()
 
@@ -189,7 +184,6 @@ def jacobian_inside(m: Any, x: Tensor) -> Tensor:
     [
         (calls_counted_in_a_dict, r"'state' of Model in every forward"),
         (activations_logged, r"'log' of Model in every forward"),
-        (activation_cached, r"'cache' of Model in every forward.*register_buffer"),
         (python_random, r"'random' of Python in every forward"),
         (numpy_random, r"'numpy\.random' of Python in every forward"),
         (the_time, r"computes something else when it is called again"),
