@@ -153,6 +153,8 @@ class SeenLoss:
     """It takes no more than the loss that is assumed where none is known: that of the model, or the sum of its output."""
     effects: SideEffects = NONE
     """What a call leaves in attributes, where the loss may read it."""
+    written: tuple[tuple[int, Like], ...] = ()
+    """Values that the loop makes to write items into, and what they are like."""
 
     def __call__(self, *args: Any) -> torch.Tensor:
         try:
@@ -166,6 +168,8 @@ class SeenLoss:
         env: dict[int, Any] = {each.number: leaves[each.call][each.place] for each in self.given}
         changes = changed_sizes((each.size, tuple(env[each.number].shape)) for each in self.given)
         env |= dict(zip(self.target_values, targets, strict=True))
+        device = next(value.device for value in env.values())
+        env |= {number: like.blank(device) for number, like in self.written}
         kept, last_reads = {self.loss, *self.named, *self.perhaps_named}, self._last_reads()
         for index, call in enumerate(self.calls):
             call.run(env, changes)
@@ -237,19 +241,25 @@ class LossRecorder(TorchFunctionMode):
     ) -> Any:
         leaves, spec = tree_flatten((args, kwargs or {}))
         numbers = {id(leaf): self._number(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        follows = not self.refused and not self._of_model.isdisjoint(numbers.values())
+        if follows and _writes_items(function):
+            self._known(leaves[0])  # as it is before
         result = function(*args, **(kwargs or {}))
-        if not self.refused and not self._of_model.isdisjoint(numbers.values()):
+        if follows:
             self._note(function, leaves, spec, result)
         return result
 
     def _note(self, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec, result: Any) -> None:
         made = [(place, t) for place, t in enumerate(tree_leaves(result)) if isinstance(t, torch.Tensor)]
-        name = getattr(function, "__name__", "")
-        if (not made and name != "__setitem__") or name == "__set__":
+        if (not made and not _writes_items(function)) or getattr(function, "__name__", "") == "__set__":
             return
         if len(self._calls) == MOST_CALLS:
             self.refused = f"more than {MOST_CALLS} calls lie between the model and its backward"
             return
+        if not made:  # what is written into is of the model from now on
+            into = self._numbers[id(leaves[0])]
+            self._with_grad[into] = leaves[0].requires_grad
+            self._of_model.add(into)
         arguments = tuple(Value(self._known(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         makes = []
         for place, tensor in made:
@@ -309,7 +319,10 @@ class LossRecorder(TorchFunctionMode):
         given = tuple(each for each in self._given if each.number in needed)
         if any(each.place < 0 and each.call < self._num_outputs - 1 for each in given):
             raise LossNotSeenError("it reads what an earlier call left in an attribute")
-        targets = {number: target for number, target in self._targets.items() if number in needed}
+        into = {call.leaves[0].number for call in calls if not call.makes}
+        beside = {number: target for number, target in self._targets.items() if number in needed}
+        written = {number: like for number, like in beside.items() if number in into and isinstance(like, Like)}
+        targets = {number: target for number, target in beside.items() if number not in written}
         seen = SeenLoss(
             num_outputs=self._num_outputs,
             given=given,
@@ -320,6 +333,7 @@ class LossRecorder(TorchFunctionMode):
             perhaps_named=frozenset(alive) - named,
             is_plain=self._is_plain(calls, given, targets),
             effects=self._effects,
+            written=tuple(written.items()),
         )
         return seen, tuple(targets.values())
 
@@ -330,6 +344,10 @@ class LossRecorder(TorchFunctionMode):
         sizes += [like.size for call in calls for _, _, like in call.makes]
         sizes += [target.size for target in targets.values() if isinstance(target, Like)]
         return all(math.prod(size) == 1 for size in sizes) and not any(isinstance(t, Beside) for t in targets.values())
+
+
+def _writes_items(function: Callable[..., Any]) -> bool:
+    return getattr(function, "__name__", "") == "__setitem__"
 
 
 def _not_a_call(tensor: torch.Tensor) -> str:

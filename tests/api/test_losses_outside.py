@@ -91,6 +91,16 @@ def modes_around(model: nn.Module) -> None:
         loss.backward()
 
 
+def items_of_a_tensor(model: nn.Module) -> None:
+    output = model(X)
+    terms = torch.zeros(2)
+    terms[0] = F.cross_entropy(output, Y)
+    terms[1] += output.square().mean()
+    terms *= 0.5
+    loss = terms.sum()
+    loss.backward()
+
+
 def grad(model: nn.Module) -> None:
     output = model(X)
     loss = F.cross_entropy(output, Y)
@@ -102,7 +112,8 @@ def grad(model: nn.Module) -> None:
 
 STEPS = (
     criterion_on_named_output, criterion_on_output_let_go, names_beside_the_loss, input_as_target, weights_in_the_loss,
-    two_outputs, values_decide_the_size, another_model, modes_around, grad,
+    two_outputs, values_decide_the_size, another_model, modes_around,
+    items_of_a_tensor, grad,
 )  # fmt: skip
 
 
