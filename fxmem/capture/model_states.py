@@ -110,8 +110,8 @@ class ModelStates:
     @property
     def _left(self) -> Left:
         left: Left = defaultdict(set)
-        for module, name in chain.from_iterable(effects.attributes for effects in self._effects):
-            left[id(module)].add(name)
+        for place in chain.from_iterable(effects.attributes for effects in self._effects):
+            left[place.holder].add(place.key)
         return left
 
     def among(self, tensors: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
@@ -121,24 +121,35 @@ class ModelStates:
         return tuple([(number, own[memory]) for number, memory in memories if memory in own])
 
 
-Left = defaultdict[int, set[str]]
-"""By the id of a module, the attributes in which graphs leave something."""
+Left = defaultdict[int, set[Any]]
+"""By the id of a dict, of attributes perhaps, the keys under which graphs leave something."""
 
 
-def _attributes(module: torch.nn.Module, left: Left) -> Iterable[tuple[str, Any]]:
-    """Return the names and values of a module's attributes, but for what graphs leave there."""
-    names = left.get(id(module))
-    return module.__dict__.items() if not names else [(k, v) for k, v in module.__dict__.items() if k not in names]
+def _items(holder: dict[Any, Any], left: Left) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of a dict, but for what graphs leave there."""
+    keys = left.get(id(holder))
+    return holder.items() if not keys else [(k, v) for k, v in holder.items() if k not in keys]
+
+
+def _values(holder: Any, left: Left) -> Iterable[Any]:
+    if isinstance(holder, dict):
+        return (value for _, value in _items(holder, left))
+    elements: Iterator[Any] = iter(holder)  # a length it may not have
+    return elements
 
 
 class _Without:
-    """The values of a module's attributes, but for what graphs leave there, as they are when it is asked."""
+    """The values of a dict, but for what graphs leave there, as they are when it is asked."""
 
-    def __init__(self, module: torch.nn.Module, left: Left) -> None:
-        self._module, self._left = module, left
+    def __init__(self, holder: dict[Any, Any], left: Left) -> None:
+        self._holder, self._left = holder, left
 
     def __iter__(self) -> Iterator[Any]:
-        return (value for _, value in _attributes(self._module, self._left))
+        return iter(_values(self._holder, self._left))
+
+
+def _without(holder: Any, left: Left) -> Any:
+    return _Without(holder, left) if id(holder) in left else holder
 
 
 class _Look:
@@ -150,15 +161,14 @@ class _Look:
     def __init__(self, model: torch.nn.Module, left: Left, with_buffers: bool) -> None:
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]  # of which no graph is made
         buffers: list[dict[str, Any]] = [m._buffers for m in modules] if with_buffers else []
-        attributes: list[Any] = [_Without(m, left) if id(m) in left else m.__dict__ for m in modules]
-        holders = attributes + [h for m in modules for h in (m._parameters, m._modules)] + buffers
+        holders: list[Any] = [h for m in modules for h in (m.__dict__, m._parameters, m._modules)] + buffers
         inside = list(_holders_in(model, left))
-        holders += inside
+        holders = [_without(holder, left) for holder in holders + inside]
         self._empty = [h for h in holders if not isinstance(h, tuple | frozenset) and not h]
         filled = [h for h in holders if isinstance(h, tuple | frozenset) or h]
         self._holders: list[Iterable[Any]] = [dict.values(h) if isinstance(h, dict) else h for h in filled]
         self._holders += [vars(kind).values() for kind in _classes_of(model)]
-        self._holders += [h for h in inside if isinstance(h, dict) and h]
+        self._holders += [h for h in inside if isinstance(h, dict) and h and id(h) not in left]
         self._values = list(chain.from_iterable(self._holders))
         registered = [*(m._parameters for m in modules), *buffers]
         self._tensors = [t for tensors in registered for t in tensors.values() if t is not None]
@@ -198,8 +208,8 @@ def _first_on_memory(model: torch.nn.Module) -> dict[int, int]:
 def _may_change_unseen(model: torch.nn.Module, left: Left) -> bool:
     """True if attributes are other tensors or arrays, or records in slots: they may be written to in place."""
     own = _own_tensors(model)
-    holders = (*(dict(_attributes(m, left)) for m in model.modules()), *_holders_in(model, left))
-    values = chain.from_iterable(h.values() if isinstance(h, dict) else h for h in holders)
+    holders = (*(m.__dict__ for m in model.modules()), *_holders_in(model, left))
+    values = chain.from_iterable(_values(holder, left) for holder in holders)
     others = (value for value in values if type(value) not in CONSTANTS and id(value) not in own)
     return any(isinstance(v, torch.Tensor | np.ndarray) or (_slots(v) and _is_record(v)) for v in others)
 
@@ -217,7 +227,7 @@ def _classes_of(model: torch.nn.Module) -> list[type]:
 
 def _holders_in(model: torch.nn.Module, left: Left) -> Iterator[Any]:
     """Yield the containers among the modules' attributes and the attributes of records, and those in them."""
-    stack = [value for m in model.modules() for name, value in _attributes(m, left) if name not in REGISTRIES]
+    stack = [value for m in model.modules() for name, value in _items(m.__dict__, left) if name not in REGISTRIES]
     seen: set[int] = set()
     while stack:
         value = stack.pop()
@@ -227,7 +237,7 @@ def _holders_in(model: torch.nn.Module, left: Left) -> Iterator[Any]:
         if isinstance(value, CONTAINERS) or (not _slots(value) and _is_record(value)):
             holder = value if isinstance(value, CONTAINERS) else vars(value)
             yield holder
-            stack += holder.values() if isinstance(holder, dict) else iter(holder)  # a length it may not have
+            stack += _values(holder, left)
 
 
 def _is_record(value: Any, seen: set[int] | None = None) -> bool:
@@ -290,18 +300,18 @@ def _state_of(model: torch.nn.Module, left: Left, buffers_by_id: bool) -> tuple[
                 itself = id(t) if buffers_by_id or name in module._parameters else None
                 state += (name, itself, _facts(t), first.get(memory_of(t)) if has_memory(t) else None)
         others = []
-        for name, value in _attributes(module, left):
+        for name, value in _items(module.__dict__, left):
             if type(value) in CONSTANTS:
                 state += (name, constant(value))
             elif name not in REGISTRIES and not (type(value) in CONTAINERS and not value):
                 others.append((name, value))
-        state += [(name, _value_signature(value, own, known)) for name, value in others]
+        state += [(name, _value_signature(value, own, known, left)) for name, value in others]
     for kind in _classes_of(model):
-        state += [_value_signature(value, own, known) for value in vars(kind).values() if _is_plain(value, set())]
+        state += [_value_signature(value, own, known, left) for value in vars(kind).values() if _is_plain(value, set())]
     return tuple(state)
 
 
-def _value_signature(value: Any, own: frozenset[int], known: dict[int, Any]) -> Any:
+def _value_signature(value: Any, own: frozenset[int], known: dict[int, Any], left: Left) -> Any:
     """Return what a graph has as a constant of an attribute: numbers by value, tensors and functions by identity.
 
     ``own``: ids of the model's own tensors, which the graph reads anew in every step, not as constants. ``known``: what
@@ -319,17 +329,18 @@ def _value_signature(value: Any, own: frozenset[int], known: dict[int, Any]) -> 
         return (value.shape, value.dtype.str, hash(value.tobytes()))
     if id(value) not in known:
         known[id(value)] = id(value)
-        known[id(value)] = _contents_signature(value, own, known)
+        known[id(value)] = _contents_signature(value, own, known, left)
     return known[id(value)]
 
 
-def _contents_signature(value: Any, own: frozenset[int], known: dict[int, Any]) -> Any:
+def _contents_signature(value: Any, own: frozenset[int], known: dict[int, Any], left: Left) -> Any:
     if isinstance(value, CONTAINERS):
-        items = (*value, *value.values()) if isinstance(value, dict) else value
-        parts = [_value_signature(item, own, known) for item in items]
+        items = chain.from_iterable(_items(value, left)) if isinstance(value, dict) else value
+        parts = [_value_signature(item, own, known, left) for item in items]
         return (type(value), frozenset(parts) if isinstance(value, set | frozenset) else tuple(parts))
     if _is_record(value):
         # In order of names: an attribute taken away for a while and put back comes last.
-        fields = tuple([(name, _value_signature(part, own, known)) for name, part in sorted(_fields(value).items())])
+        kept = _slots(value) | dict(_items(getattr(value, "__dict__", None) or {}, left))
+        fields = tuple([(name, _value_signature(part, own, known, left)) for name, part in sorted(kept.items())])
         return (type(value), _Same(value) if callable(value) else 0, fields)
     return _Same(value)

@@ -1,9 +1,9 @@
 """What a forward leaves in Python beside what it returns, and how a graph leaves it too.
 
-A mixture of experts keeps its balancing loss in ``self.aux_loss``, a spiking neuron its latest state, and a sentence
-encoder puts its embeddings into the dict that it was called with. In: attributes of submodules, and containers among the
-arguments, in which each forward leaves other tensors. While the model is captured they are returned beside its output; when
-its graph has run, they are put where the model would have put them.
+A mixture of experts keeps its balancing loss in ``self.aux_loss``, a hook the features of a layer in a dict, and a sentence
+encoder puts its embeddings into the dict that it was called with. In: attributes and items of dicts that a forward can
+reach, and containers among the arguments, in which each forward leaves other tensors. While the model is captured they are
+returned beside its output; when its graph has run, they are put where the model would have put them.
 
 Not left: what a forward reads before it writes it. Then the state is an input, and a graph would have it as a constant.
 """
@@ -25,12 +25,12 @@ _LEFT = (torch.Tensor, bool, int, float, str, type(None))
 """Classes of what is left, alone or in tuples, lists and dicts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SideEffects:
     """Where a forward leaves tensors."""
 
-    attributes: tuple[tuple[torch.nn.Module, str], ...] = ()
-    """Submodules, and names of theirs."""
+    attributes: tuple[Place, ...] = ()
+    """Attributes, and items of other dicts."""
     arguments: tuple[int | str, ...] = ()
     """Places or names of arguments that are dicts or lists."""
 
@@ -54,22 +54,26 @@ class SideEffects:
 
     def held(self) -> list[Any]:
         """Return what the attributes hold now."""
-        return [vars(module).get(name) for module, name in self.attributes]
+        return [holder.get(key) for holder, key in self._items()]
 
     def forget(self) -> None:
         """Let go of what an earlier call left, as the next one would while it runs."""
-        for module, name in self.attributes:
-            if name in vars(module):
-                vars(module)[name] = None
+        for holder, key in self._items():
+            if key in holder:
+                holder[key] = None
 
     def output_of(self, returned: Any) -> Any:
         """Return the model's output of what a captured call returned, and leave what it leaves in attributes."""
         if not self:
             return returned
         output, values, _ = returned
-        for (module, name), value in zip(self.attributes, values, strict=True):
-            vars(module)[name] = value
+        for (holder, key), value in zip(self._items(), values, strict=True):
+            holder[key] = value
         return output
+
+    def _items(self) -> list[tuple[dict[Any, Any], Any]]:
+        """Return the dicts that hold the attributes, and under which keys."""
+        return [(place.held_by, place.key) for place in self.attributes if place.held_by is not None]
 
     def num_leaves(self, spec: TreeSpec) -> int:
         """Return how many leaves of what a captured call returns are of the model's output. ``spec``: of all of it."""
@@ -94,28 +98,26 @@ class SideEffects:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Put back what the attributes held before the body ran."""
-        before = [
-            (vars(module), name, name in vars(module), vars(module).get(name)) for module, name in self.attributes
-        ]
+        before = [(holder, key, key in holder, holder.get(key)) for holder, key in self._items()]
         try:
             yield
         finally:
-            for holder, name, was_there, value in before:
+            for holder, key, was_there, value in before:
                 if was_there:
-                    holder[name] = value
+                    holder[key] = value
                 else:
-                    holder.pop(name, None)
+                    holder.pop(key, None)
 
     def check_unread(self, read: Iterable[torch.Tensor]) -> None:
         """Errors: ``CaptureError`` if a graph that reads these tensors reads what an earlier call left in an attribute."""
         if not self.attributes:
             return
         places = set(map(storage_key, filter(_is_dense, read)))
-        for module, name in self.attributes:
-            values = filter(_is_dense, tree_leaves(vars(module).get(name)))
+        for place, value in zip(self.attributes, self.held(), strict=True):
+            values = filter(_is_dense, tree_leaves(value))
             if not places.isdisjoint(map(storage_key, values)):
                 raise CaptureError(
-                    f"{type(module).__name__} reads in forward what an earlier call left in its attribute {name!r}; a "
+                    f"{place.owner} reads in forward what an earlier call left in its attribute {place.name!r}; a "
                     "captured graph would take it for a constant. Keep it in a tensor, by register_buffer, that each "
                     "forward writes in place (copy_), or do it outside of the model."
                 )
@@ -124,16 +126,13 @@ class SideEffects:
 NONE = SideEffects()
 
 
-def side_effects(
-    model: torch.nn.Module, left: Mapping[Place, Any], again: Mapping[Place, Any], arguments: Sequence[int | str]
-) -> SideEffects:
-    """Return what a captured call of ``model`` leaves: the attributes that every forward changes, or that have tensors
+def side_effects(left: Mapping[Place, Any], again: Mapping[Place, Any], arguments: Sequence[int | str]) -> SideEffects:
+    """Return what a captured call leaves: the attributes that every forward changes, or that have tensors
     with a gradient, and ``arguments``. ``left``, ``again``: what two forwards changed."""
-    paths = {id(module): module for module in model.modules()}
     attributes = [
-        (paths[place.holder], place.name)
+        place
         for place, value in {**left, **again}.items()
-        if place.holder in paths
+        if place.held_by is not None
         and _can_be_left(value)
         and (place in again or any(leaf.requires_grad for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)))
     ]

@@ -25,7 +25,8 @@ from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import CaptureError, ChangedArgumentError, chain_of, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, attributes_restored
 from fxmem.fake.generators import Draws, seeds
-from fxmem.fake.python_state import OpLog, Place, PythonState
+from fxmem.fake.op_log import OpLog
+from fxmem.fake.python_state import Place, PythonState
 from fxmem.op_facts import names_of
 from fxmem.op_facts.kinds import AddedByExport
 from fxmem.runtime.autocast import casts_kept
@@ -59,7 +60,7 @@ def check_faithful(model: torch.nn.Module, captured: CaptureGraph, inputs: Input
     what it leaves in Python that the graph could leave too, if it were captured for that."""
     try:
         eager = _run(model, model, captured, inputs, twice=True)
-        missing = NONE if captured.effects else side_effects(model, eager.left, eager.again, eager.arguments)
+        missing = NONE if captured.effects else side_effects(eager.left, eager.again, eager.arguments)
         if missing:
             return missing
         graph = _run(captured.graph_module, model, captured, inputs, twice=bool(eager.again))
@@ -137,16 +138,15 @@ _OTHER_LOSS = "A custom autograd.Function or a module hook in it would be lost, 
 def _check_effects(effects: SideEffects, model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
     """Raise ``CaptureError`` for what a forward leaves in Python, or does anew in each call; a cache is neither, and the
     graph has the ``effects``."""
-    name, kept = type(model).__name__, {(id(module), name) for module, name in effects.attributes}
+    name, kept = type(model).__name__, set(effects.attributes)
     for place, value in eager.left.items():
         with_grad = isinstance(value, torch.Tensor) and value.requires_grad
-        if with_grad and place not in graph.left and (place.holder, place.name) not in kept:
+        if with_grad and place not in graph.left and place not in kept:
             raise CaptureError(
                 f"{name} leaves a tensor that carries gradient in the attribute {place}; a captured graph would not. Let "
                 "forward return it instead."
             )
-    lost = (place for place in eager.again if place not in graph.again and (place.holder, place.name) not in kept)
-    changed = next(lost, None)
+    changed = next((place for place in eager.again if place not in graph.again and place not in kept), None)
     if changed is not None:
         raise CaptureError(
             f"{name} changes {changed} in every forward; a captured graph would not. Keep it in a tensor, by "

@@ -1,7 +1,7 @@
 """What a forward does beside computing tensors: it may change Python objects, and do another thing in its next call.
 
 A captured graph does neither. In: a model. Out: :class:`PythonState`, the Python values a forward can reach, for putting
-them back after a run on fakes and for saying what a run changed; :class:`OpLog`, the ops of a run, for comparing two.
+them back after a run on fakes and for saying what a run changed.
 
 NOTE [What a forward can reach]
 
@@ -20,7 +20,7 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +28,6 @@ import torch
 from fxmem.fake.generators import GeneratorStates, default_generators
 from fxmem.torch_private import (
     OpOverload,
-    TorchDispatchMode,
-    leaves_of,
-    schema_of,
-    storage_key,
-    tree_leaves,
     version_of,
 )
 
@@ -50,7 +45,11 @@ class Place:
     owner: str
     name: str
     holder: int = 0
-    """The id of the object whose attribute it is, if it is one."""
+    """The id of the dict that holds it, of attributes perhaps, if one does."""
+    key: Any = None
+    """Under which it is held there."""
+    held_by: dict[Any, Any] | None = field(default=None, compare=False, repr=False)
+    """The dict."""
 
     def __str__(self) -> str:
         return f"{self.name!r} of {self.owner}"
@@ -63,6 +62,11 @@ class _Cell:
     holder: Any
     place: Place
     values: Any
+
+    @property
+    def of_object(self) -> bool:
+        """True if the holder is an object, whose attributes the values are."""
+        return not isinstance(self.holder, dict) and isinstance(self.values, dict)
 
     def read(self) -> Any:
         """Return a shallow copy of what the holder holds now; None if it is gone."""
@@ -207,12 +211,15 @@ class PythonState:
         found: dict[Place, Any] = {}
         for cell in self._cells.values():
             now = cell.read()
-            if isinstance(now, dict) and not isinstance(cell.holder, dict):
-                keys = [k for k in now if k not in cell.values or not _is(now[k], cell.values[k])]
+            if isinstance(now, dict) and (cell.of_object or now.keys() >= cell.values.keys()):
+                held_by = vars(cell.holder) if cell.of_object else cell.holder
                 derived = _is_derived(cell.holder)
-                for k in keys:
-                    if k not in _REGISTRIES and not (derived and isinstance(now[k], torch.Tensor)):
-                        found[Place(cell.place.owner, k, id(cell.holder))] = now[k]
+                for k in now:
+                    same = k in cell.values and _is(now[k], cell.values[k])
+                    known = (cell.of_object and k in _REGISTRIES) or (derived and isinstance(now[k], torch.Tensor))
+                    if not (same or known):
+                        name = k if cell.of_object else cell.place.name
+                        found[Place(cell.place.owner, name, id(held_by), k, held_by)] = now[k]
             elif not _same(now, cell.values):
                 found[cell.place] = now
         for name, before, after in zip(("random", "numpy.random"), self._generators, _python_generators(), strict=True):
@@ -359,39 +366,3 @@ def _set_python_generators(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy.random"].set_state(states[1])
-
-
-# -- what a run computes -----------------------------------------------------------------------------------------------
-
-
-class OpLog(TorchDispatchMode):
-    """Notes the ops of a run, with their scalars, as far as they depend on ``tensors`` or on random numbers.
-
-    Tables that a model computes from nothing but sizes and caches (positions, rotations) are left out, and so are views
-    and assertions.
-    """
-
-    def __init__(self, tensors: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[tuple[str, tuple[str, ...]]] = []
-        self._depends = {_storage_key(t) for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)}
-        self._alive: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        leaves = leaves_of((args, kwargs or {}))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if func.namespace == "prim" or func.is_view or not (schema_of(func).returns or schema_of(func).is_mutable):
-            return output
-        seeded = torch.Tag.nondeterministic_seeded in func.tags
-        if seeded or any(_storage_key(t) in self._depends for t in tensors):
-            self.ops.append((str(func), tuple(repr(leaf) for leaf in leaves if type(leaf) in PLAIN)))
-            made = [t for t in leaves_of(output) if isinstance(t, torch.Tensor)]
-            written = tensors[:1] if schema_of(func).is_mutable else []
-            self._depends.update(_storage_key(t) for t in (*made, *written))
-            self._alive += made
-        return output
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return storage_key(tensor) if tensor.layout == torch.strided else id(tensor)

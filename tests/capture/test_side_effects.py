@@ -155,3 +155,55 @@ def test_what_calls_of_another_kind_read_is_no_constant() -> None:
     optimized(x).sum().backward()
     with pytest.raises(fxmem.CaptureError, match="'latest'"):
         optimized(x, mask)
+
+
+def test_features_that_hooks_keep_in_a_dict_are_kept_and_differentiated() -> None:
+    def made() -> tuple[nn.Module, dict[str, Any]]:
+        torch.manual_seed(0)
+        model, features = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))), {}
+        for name in ("0", "2"):
+
+            def keep(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+                features[name] = output
+
+            model.get_submodule(name).register_forward_hook(keep)
+        return model.train(), features
+
+    found: list[list[Any]] = []
+    for planned in (False, True):
+        model, features = made()
+        model = fxmem.optimize(model, planner="chen", cost="cpu") if planned else model
+        torch.manual_seed(1)
+        for _ in range(3):
+            output = model(torch.randn(ROWS, WIDTH))
+            (output.sum() + features["0"].square().sum() + features["2"].prod()).backward()
+        assert list(features) == ["0", "2"]
+        found.append([output, *features.values(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+    assert model.fxmem.plans.asked.num_planned == 1
+
+
+class Cached(nn.Module):
+    """Keeps what it made in a dict of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.cache = nn.Linear(WIDTH, WIDTH), {"made": None, "kept": 1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache["made"] = self.linear(x).tanh()
+        return self.cache["made"].exp()
+
+
+def test_items_of_a_dict_of_the_models_are_no_other_state_to_plan_for() -> None:
+    model = Cached().train()
+    optimized = fxmem.optimize(copy.deepcopy(model), planner="chen", cost="cpu")
+    for _ in range(3):
+        x = torch.randn(ROWS, WIDTH)
+        for each in (model, optimized):
+            (each(x).sum() + each.cache["made"].sum()).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), optimized.parameters(), strict=True))
+    assert optimized.fxmem.plans.asked.num_planned == 1
+    optimized.cache["kept"] = 2
+    optimized(x)
+    assert optimized.fxmem.plans.asked.num_planned == 2

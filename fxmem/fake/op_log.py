@@ -1,0 +1,43 @@
+"""What a run computes: the ops of a forward on fakes, for comparing two forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxmem.fake.python_state import PLAIN
+from fxmem.torch_private import TorchDispatchMode, leaves_of, schema_of, storage_key, tree_leaves
+
+
+class OpLog(TorchDispatchMode):
+    """Notes the ops of a run, with their scalars, as far as they depend on ``tensors`` or on random numbers.
+
+    Tables that a model computes from nothing but sizes and caches (positions, rotations) are left out, and so are views
+    and assertions.
+    """
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[tuple[str, tuple[str, ...]]] = []
+        self._depends = {_storage_key(t) for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)}
+        self._alive: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        leaves = leaves_of((args, kwargs or {}))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if func.namespace == "prim" or func.is_view or not (schema_of(func).returns or schema_of(func).is_mutable):
+            return output
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if seeded or any(_storage_key(t) in self._depends for t in tensors):
+            self.ops.append((str(func), tuple(repr(leaf) for leaf in leaves if type(leaf) in PLAIN)))
+            made = [t for t in leaves_of(output) if isinstance(t, torch.Tensor)]
+            written = tensors[:1] if schema_of(func).is_mutable else []
+            self._depends.update(_storage_key(t) for t in (*made, *written))
+            self._alive += made
+        return output
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return storage_key(tensor) if tensor.layout == torch.strided else id(tensor)
