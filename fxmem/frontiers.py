@@ -45,11 +45,13 @@ def recomputing_frontier(profile: GraphProfile, settings: Settings) -> tuple[Fro
         return (keeping_all(profile),)
     constrained, _ = constrain(profile, settings.policy)
     name, seconds = settings.planner, settings.plan_seconds
-    points = frontier_cache.load(constrained, name, seconds) if settings.cache else None
-    if points is not None:
-        return _completed(profile, settings, points)
-    stage(f"planning {len(profile.nodes)} ops")
-    return found(profile, settings, PLANNERS[name](constrained, seconds=seconds))
+
+    def find() -> tuple[FrontierPoint, ...]:
+        stage(f"planning {len(profile.nodes)} ops")
+        return PLANNERS[name](constrained, seconds=seconds)
+
+    points = frontier_cache.kept(constrained, name, seconds, find) if settings.cache else find()
+    return _completed(profile, settings, points)
 
 
 def found(profile: GraphProfile, settings: Settings, points: tuple[FrontierPoint, ...]) -> tuple[FrontierPoint, ...]:

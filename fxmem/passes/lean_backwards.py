@@ -7,7 +7,8 @@ In: a captured graph. Out: the graph with forms of :mod:`fxmem.runtime.lean_back
 2. ReLUs before a max pooling that alone reads them: the pooling's result, which is saved anyway, is enough for both. It
    spares time.
 3. ReLUs whose result is there at the peak, beside two gradients, of the plan that takes least: bits take time to pack, but
-   they are what remains. Repeated until a plan keeps the budget, or the peak falls no more.
+   they are what remains. Repeated until a plan keeps the budget, or the peak falls no more. The plans are kept on disk, so
+   that a step's forms are the same each time.
 
 Left as they are: convolutions whose input is not contiguous, for then the kernel may depend on how it lies; of a batch that
 nobody wants gradients of; under autocast; calls that a policy speaks of.
@@ -23,12 +24,13 @@ from numpy.typing import NDArray
 from torch import fx
 
 from fxmem.capture.graph import CaptureGraph, copied, with_graph
-from fxmem.ir import NodeProfile
+from fxmem.ir import FrontierPoint, NodeProfile
 from fxmem.op_facts.kinds import LeanBackward
 from fxmem.op_facts.lookup import by_op, resolved
 from fxmem.passes.compress_saved import with_forms
 from fxmem.passes.compressed_forms import Request
 from fxmem.passes.context import CompileContext, Settings
+from fxmem.planners import frontier_cache
 from fxmem.planners.bound import certain_bytes
 from fxmem.planners.policy import matches
 from fxmem.planners.registry import PLANNERS
@@ -98,8 +100,13 @@ class _Least:
 
     @staticmethod
     def of(profiled: Profiled, settings: Settings) -> _Least:
-        points = PLANNERS[settings.planner](profiled.profile, seconds=PLAN_SECONDS)
-        timeline = simulate(profiled.profile, min(points, key=lambda point: point.peak_bytes).plan)
+        profile, planner = profiled.profile, settings.planner
+
+        def find() -> tuple[FrontierPoint, ...]:
+            return PLANNERS[planner](profile, seconds=PLAN_SECONDS)
+
+        points = frontier_cache.kept(profile, planner, PLAN_SECONDS, find) if settings.cache else find()
+        timeline = simulate(profile, min(points, key=lambda point: point.peak_bytes).plan)
         return _Least(timeline.peak_bytes, timeline.peak_step, int(_held(profiled).max(initial=0)))
 
     def is_below(self, other: _Least) -> bool:
