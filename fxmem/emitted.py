@@ -150,12 +150,16 @@ def bound_bytes(peak_bytes: int, cuda: AllocatorPeaks | None, settings: Settings
 
 
 def with_budget(context: CompileContext, eager: FakeStep, profiled: Profiled) -> CompileContext:
-    """Return ``context`` with its budget in bytes, where that is a share of what it bounds of eager's step."""
-    share = context.settings.budget_share
-    if share is None:
-        return context
-    cuda = eager.events.peaks() if is_on_cuda(profiled) else None
-    return context.with_settings(budget_bytes=int(share * bound_bytes(eager.peak_bytes, cuda, context.settings)))
+    """Return ``context`` with its budget in bytes, where that is a share of what it bounds of eager's step; on CUDA, with
+    what the allocator adds to that step's peak."""
+    settings = context.settings
+    bound = bound_bytes(eager.peak_bytes, eager.events.peaks() if is_on_cuda(profiled) else None, settings)
+    context = context.with_settings(beside_bytes=max(0, bound - eager.peak_bytes))
+    return (
+        context
+        if settings.budget_share is None
+        else context.with_settings(budget_bytes=int(settings.budget_share * bound))
+    )
 
 
 def stepped_in_backward(profiled: Profiled, context: CompileContext, emitted: Emitted) -> tuple[ChoiceMade, ...]:

@@ -127,7 +127,7 @@ def compile_model(
             emitted, planning = begun
     if emitted is None:
         profiled, planned, emitted = _within_budget(profiled, context, captured)
-    steps = Steps(context, captured, passed, profiled, eager.peak_bytes, start)
+    steps = Steps(context, captured, profiled, eager.peak_bytes, start)
     compiled = steps.end(emitted, planned)
     return compiled if planning is None else replace(compiled, later=Later.of(steps, planning))
 
@@ -154,8 +154,6 @@ class Steps:
 
     context: CompileContext
     captured: CaptureGraph
-    passed: CaptureGraph
-    """What :data:`PASSES` made of it."""
     profiled: Profiled
     """Of what is planned: of the same, or where memory is short of what all passes made."""
     eager_peak_bytes: int
@@ -173,7 +171,7 @@ class Steps:
             eager_peak_bytes=self.eager_peak_bytes,
             least_bytes=floor_bytes(profiled, context, planned.points, emitted)
             if planned
-            else UnplannedFloor.of(self.captured, self.passed, context),
+            else UnplannedFloor.of(self.captured, profiled.devices, context),
             peak_step=emitted.timeline.peak_step,
             bound_seconds=_bound_seconds(profiled.profile, emitted.point, settings),
             plan_seconds=time.perf_counter() - self.start,
@@ -326,17 +324,14 @@ class UnplannedFloor:
     """The least peak of a step that was not planned for: planned for once, when it is asked for."""
 
     captured: CaptureGraph
-    graph: CaptureGraph
-    """What :data:`PASSES` made of it."""
     context: CompileContext
     """Without the batch, which is not kept for this."""
     scope: CallScope
     _known: int | None = field(default=None)
 
     @staticmethod
-    def of(captured: CaptureGraph, graph: CaptureGraph, context: CompileContext) -> UnplannedFloor:
-        scope = CallScope.around(context.profile_of(graph).devices)
-        return UnplannedFloor(captured, graph, context.without_values(), scope)
+    def of(captured: CaptureGraph, devices: tuple[torch.device, ...], context: CompileContext) -> UnplannedFloor:
+        return UnplannedFloor(captured, context.without_values(), CallScope.around(devices))
 
     def __call__(self) -> int:
         if self._known is None:
