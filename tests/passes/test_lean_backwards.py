@@ -216,14 +216,18 @@ def test_indices_take_as_few_bytes_as_places_in_a_plane_need(plane: tuple[int, i
     assert int(indices) == plane[0] * plane[1] - 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_indices_are_cast_where_that_costs_less_than_recomputing() -> None:
     """On a V100, whose convolutions of many channels take long; with all the memory there is, nothing is cast."""
+    layers: list[nn.Module] = []
+    for before, width in ((3, 64), (64, 128), (128, 256)):
+        layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU(True), nn.Conv2d(width, width, 3, padding=1)]
+        layers += [nn.ReLU(True), nn.MaxPool2d(2)]
     with torch.device("meta"):
-        model, x = Vgg(64), torch.zeros(64, 3, 64, 64)
+        model, x = nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 64, 10)).to("meta"), torch.zeros(64, 3, 64, 64)
     estimate = fxmem.estimate(model, x, optimizer=None, cost="v100")
-    notes = [estimate.report(int(share * estimate.peak_bytes)).notes for share in (0.55, 0.6, 0.65, 1.1)]
-    assert [any("few bytes" in note for note in each) for each in notes] == [False, True, False, False]
+    notes = [estimate.report(int(share * estimate.peak_bytes)).notes for share in (0.6, 1.1)]
+    assert [any("few bytes" in note for note in each) for each in notes] == [True, False]
 
 
 def test_a_relu_that_others_read_too_stays_apart_from_the_pooling() -> None:
@@ -285,12 +289,12 @@ def test_calls_that_a_policy_speaks_of_stay_as_they_are() -> None:
 class Vgg(nn.Module):
     """Two blocks of VGG, whose first maps are the largest."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        first, second = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
-        self.first = nn.Sequential(first, nn.ReLU(True), second, nn.ReLU(True), nn.MaxPool2d(2))
-        self.second = nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(True), nn.MaxPool2d(2))
-        self.head = nn.Linear(2 * width, 10)
+        block = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(True), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(True)]
+        self.first = nn.Sequential(*block, nn.MaxPool2d(2))
+        self.second = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(True), nn.MaxPool2d(2))
+        self.head = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.second(self.first(x)).mean((2, 3)))
