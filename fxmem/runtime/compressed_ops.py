@@ -209,7 +209,8 @@ class _MaxPool(torch.autograd.Function):
 
 def narrowed(indices: torch.Tensor, op: Overload, x: torch.Tensor) -> torch.Tensor:
     """Return the indices of a max pooling of ``x`` in as few bytes as the places in one of its planes need."""
-    num_places = math.prod(x.shape[-3 if op == aten.max_pool3d_with_indices.default else -2 :])
+    _, window, *_ = schema_of(op).arguments
+    num_places = math.prod(x.shape[-window.N :])
     dtype = torch.int16 if num_places <= 1 << 15 else torch.uint16 if num_places <= 1 << 16 else torch.int32
     return indices.to(dtype) if num_places <= 1 << 31 else indices
 
