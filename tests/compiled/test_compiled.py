@@ -123,6 +123,19 @@ def test_peak_is_the_predicted_one_and_gradients_are_the_compilers_own(share: fl
 
 
 @pytest.mark.slow
+def test_a_gradient_that_comes_transposed_is_laid_out_anew_beside_itself() -> None:
+    class Turned(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.T.tanh()
+
+    model, x, y = Turned(256, 256, bias=False), torch.randn(4, 256), torch.randint(10, (4,))
+    options: dict[str, Any] = {**OPTIONS, "loss_fn": F.cross_entropy, "targets": y, "optimizer": "sgd"}
+    compiled: Any = fxmem.optimize(model, x, **options)
+    optimizer = torch.optim.SGD(model.parameters())
+    assert measured_peak_bytes(model, x, y, compiled, optimizer) == compiled.fxmem.report.predicted_peak_bytes
+
+
+@pytest.mark.slow
 def test_a_budget_that_no_plan_fits_is_refused_before_compiling() -> None:
     model, (x, _) = Net(), batch()
     with pytest.raises(fxmem.InfeasibleBudgetError, match="least reachable peak") as caught:
