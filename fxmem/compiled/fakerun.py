@@ -136,7 +136,7 @@ class _Run:
 
 
 def _copied_bytes(gradient: Any, parameter: Any) -> int:
-    """Return what autograd allocates to lay a gradient out as its parameter is, before it lets go of the one it was given."""
+    """Return what autograd allocates to lay a gradient out as its parameter is, while it holds the one it was given."""
     if not isinstance(gradient, torch.Tensor) or not isinstance(parameter, torch.Tensor):
         return 0
     layouts = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
