@@ -327,7 +327,7 @@ def table(rows: list[Row], style: str = "simple") -> str:
     lines = [
         (
             r.model, r.way, mb(r.budget_bytes), mb(r.predicted_peak_bytes), mb(r.measured_peak_bytes),
-            ratio(r.time_ratio), ratio(r.estimated_ratio), r.problem or r.gradients,
+            ratio(r.time_ratio), ratio(r.estimated_ratio), (r.problem or "").partition(" (")[0] or r.gradients,
             "" if r.prepare_seconds is None else f"{r.prepare_seconds:.0f}",
             "" if r.plan_seconds is None else f"{r.plan_seconds:.0f}", r.num_lowered or "",
         )
