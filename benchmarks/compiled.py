@@ -234,11 +234,11 @@ def _ways(
     bench = case.bench
     yield Row(bench.name, "torch 1"), lambda module: _torch(module, 1.0)
     if any(way.startswith("torch") for way in asked):
-        lowest = _lowest_torch_budget(initial, batch, _options(bench))
+        lowest = _lowest_torch_budget(initial, batch, options_of(bench))
         yield Row(bench.name, f"torch {lowest:g}"), lambda module: _torch(module, lowest)
     budgets = {f"fxmem {mb:g} MB": int(mb * 1e6) for mb in case.rises_mb}
     if case.shares:
-        found = fxmem.estimate(initial, *batch, **_options(bench))
+        found = fxmem.estimate(initial, *batch, **options_of(bench))
         budgets |= {f"fxmem {share:.0%}": int(share * (found.peak_bytes - found.fixed_bytes)) for share in case.shares}
     fixed = StorageTracker().hold(tensors_of((initial, batch)))
     rows = [Row(bench.name, way, budget_bytes=fixed + above) for way, above in budgets.items()]
@@ -273,7 +273,8 @@ def _lowest_torch_budget(module: nn.Module, batch: models.Batch, options: dict[s
     return min(peaks, key=peaks.__getitem__)
 
 
-def _options(bench: BenchModel) -> dict[str, Any]:
+def options_of(bench: BenchModel) -> dict[str, Any]:
+    """Return how fxmem compiles a model of this benchmark."""
     return {"optimizer": None, "loss_fn": bench.loss, "cost": "cpu", "backend": "inductor"}
 
 
@@ -297,8 +298,8 @@ def _torch(module: nn.Module, budget: float) -> Callable[..., Any]:
 def _fxmem(row: Row, bench: BenchModel, batch: models.Batch, module: nn.Module) -> Callable[..., Any]:
     start = time.process_time()
     if row.budget_bytes is None:
-        row.budget_bytes = least_compiled_bytes(module, batch, _options(bench))
-    compiled: Any = fxmem.optimize(module, *batch, budget=row.budget_bytes, **_options(bench))
+        row.budget_bytes = least_compiled_bytes(module, batch, options_of(bench))
+    compiled: Any = fxmem.optimize(module, *batch, budget=row.budget_bytes, **options_of(bench))
     row.plan_seconds = time.process_time() - start
     report = compiled.fxmem.report
     row.predicted_peak_bytes, row.fixed_bytes = report.predicted_peak_bytes, report.fixed_bytes
@@ -326,7 +327,7 @@ def table(rows: list[Row], style: str = "simple") -> str:
     lines = [
         (
             r.model, r.way, mb(r.budget_bytes), mb(r.predicted_peak_bytes), mb(r.measured_peak_bytes),
-            ratio(r.time_ratio), ratio(r.estimated_ratio), r.problem or r.gradients,
+            ratio(r.time_ratio), ratio(r.estimated_ratio), (r.problem or "").partition(" (")[0] or r.gradients,
             "" if r.prepare_seconds is None else f"{r.prepare_seconds:.0f}",
             "" if r.plan_seconds is None else f"{r.plan_seconds:.0f}", r.num_lowered or "",
         )

@@ -199,7 +199,8 @@ def told() -> str:
     return (
         "On devices that run PyTorch's own CUDA host code and compute nothing (`tests/cuda_stub`), AdamW and SGD, three "
         f"budgets each from the floor up: {'; '.join(parts)}. All but the last are of the tape, whose bytes are to be "
-        "the predicted ones; programs may take less. Each step ran as in a new process; cuDNN's workspaces, which such a "
+        "the predicted ones; programs ask for no more, but larger blocks of the allocator may serve it. "
+        "Each step ran as in a new process; cuDNN's workspaces, which such a "
         "device does not take, come on top (`python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_memory budgets "
         f"h100-80gb FILE --runtime tape`, torch {facts['torch']}, {facts['date']})."
     )

@@ -158,7 +158,7 @@ def main(arguments: list[str]) -> int:
     """Run what is asked for, writing after each measurement; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", nargs="?", type=Path, help="where to write; left out: under $OUT")
-    parser.add_argument("--only", default="", help="names of measurements, with commas")
+    parser.add_argument("--only", default="", help="names of measurements, with commas; FILE keeps others")
     parser.add_argument("--stub", type=Path, default=STUB, help="an earlier run on the emulated device")
     parser.add_argument("--patience", type=float, default=1.0, help="times all limits: for a slow machine")
     parser.add_argument("--table", action="store_true", help="print the table of FILE, measure nothing")
@@ -175,7 +175,8 @@ def main(arguments: list[str]) -> int:
         return 1
     wanted = [m for m in PLAN if not given.only or m.name in given.only.split(",")]
     deadline = time.monotonic() + MOST_SECONDS * given.patience
-    results: dict[str, Any] = {"machine": machine(), "measurements": {}}
+    earlier = json.loads(target.read_text())["measurements"] if given.only and target.exists() else {}
+    results: dict[str, Any] = {"machine": machine(), "measurements": earlier}
     for measurement in wanted:
         seconds = min(measurement.limit_seconds * given.patience, deadline - time.monotonic())
         name = f"{measurement.number} {measurement.name}"

@@ -70,9 +70,14 @@ def tests() -> Rows:
             yield row(line[:110], real="")
 
 
+WITHOUT_SCRATCH = 191_920_000
+"""Bytes: what the tensors of the next measurement's model take at least."""
+
+
 @_measurement
 def floor_of_mlp() -> Rows:
-    """Eight blocks of Linear, GELU and dropout under the least budget: nearly all of the peak is a sum's scratch."""
+    """Eight blocks of Linear, GELU and dropout under the least budget, of whose peak a sum's scratch is a large part, and
+    under what would be the least without it and cuBLAS's workspaces."""
     on_empty_device()
     layers = (nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1)) for _ in range(8))
     model, x = nn.Sequential(*layers).cuda(), torch.randn(16384, 512, device="cuda")
@@ -89,6 +94,16 @@ def floor_of_mlp() -> Rows:
         bytes_planned = report.eager_peak_bytes if name == "eager" else report.cuda.allocated_bytes
         yield row(f"{name}: allocated", predicted=bytes_planned, real=stat("allocated", "peak"))
         yield row(f"{name}: requested", real=stat("requested", "peak"))
+    try:
+        fxmem.optimize(model, x, budget=WITHOUT_SCRATCH, **options)
+    except fxmem.InfeasibleBudgetError as error:
+        yield row(
+            f"budget of {WITHOUT_SCRATCH / 1e6} MB: refused",
+            predicted=error.least_bytes,
+            real=stat("allocated", "peak"),
+        )
+    else:
+        yield row(f"budget of {WITHOUT_SCRATCH / 1e6} MB: not refused", real=0)
 
 
 @_measurement

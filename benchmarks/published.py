@@ -38,10 +38,11 @@ from benchmarks.published_table import Result, table
 from benchmarks.results_file import RESULTS, machine
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
+from fxmem.frontiers import at_budget, recomputing_frontier
 from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.passes.contract import run_passes
-from fxmem.pipeline import PASSES, frontier_of, profile_for_short_memory
+from fxmem.pipeline import PASSES, profile_for_short_memory
 from fxmem.planners.bound import lower_bound
 from fxmem.planners.pareto import cheapest_within
 from fxmem.profiling.roofline import PRESETS
@@ -140,11 +141,11 @@ def planned(
     profiled = profile_for_short_memory(captured, context)
     eager_bytes = eager_step(model, captured, inputs, settings.step, profiled.seen).peak_bytes
     if profiled.profile not in known:
-        known[profiled.profile] = frontier_of(profiled.profile, context)
+        known[profiled.profile] = recomputing_frontier(profiled.profile, settings)
+    points = at_budget(profiled.profile, settings, known[profiled.profile])
     lean, usual = (keeping_seconds(p.captured, inputs, network.loss, context.hardware) for p in (profiled, plain))
     seconds = time.perf_counter() - start
-    points, forms_seconds = known[profiled.profile], lean - usual
-    return Planned(profiled.profile, points, eager_bytes, plain.profile.step_seconds, forms_seconds, seconds)
+    return Planned(profiled.profile, points, eager_bytes, plain.profile.step_seconds, lean - usual, seconds)
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------

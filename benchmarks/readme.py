@@ -13,6 +13,7 @@ from benchmarks import ablation as ablation_of_stages
 from benchmarks import ablation_runtime, below_the_floor, frameworks, lengths
 from benchmarks.comparison_page import by_kind, compared, comparison_page, percent, verdicts_in
 from benchmarks.compiled import told as compiled_steps
+from benchmarks.compiled_budgets import told as compiled_budgets
 from benchmarks.cuda_memory import told as cuda_budgets
 from benchmarks.host_time import told as host_times
 from benchmarks.measure import Row
@@ -219,6 +220,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "compare_table": compare_table,
     "published": published,
     "compiled": compiled_steps,
+    "compiled_budgets": compiled_budgets,
     "cuda_budgets": cuda_budgets,
     "published_memory": told,
     "host_time": host_times,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from fxmem.errors import InfeasibleBudgetError
-from fxmem.ir import FrontierPoint, GraphProfile, Timeline, Verification
+from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Timeline, Verification
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.passes.contract import run_passes
 from fxmem.passes.emit import Emit
@@ -26,7 +26,7 @@ from fxmem.profiling.allocator_state import AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_times_like
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.training_step import ONCE
-from fxmem.profiling.verify import FakeStep, verify
+from fxmem.profiling.verify import FakeStep, emitted_step, verify
 from fxmem.progress import stage
 from fxmem.report.peak import place_of
 
@@ -150,12 +150,29 @@ def bound_bytes(peak_bytes: int, cuda: AllocatorPeaks | None, settings: Settings
 
 
 def with_budget(context: CompileContext, eager: FakeStep, profiled: Profiled) -> CompileContext:
-    """Return ``context`` with its budget in bytes, where that is a share of what it bounds of eager's step."""
-    share = context.settings.budget_share
-    if share is None:
-        return context
-    cuda = eager.events.peaks() if is_on_cuda(profiled) else None
-    return context.with_settings(budget_bytes=int(share * bound_bytes(eager.peak_bytes, cuda, context.settings)))
+    """Return ``context`` with its budget in bytes, where that is a share of what it bounds of eager's step; on CUDA, with
+    what the allocator adds to that step's peak."""
+    settings = context.settings
+    bound = bound_bytes(eager.peak_bytes, eager.events.peaks() if is_on_cuda(profiled) else None, settings)
+    context = context.with_settings(beside_bytes=max(0, bound - eager.peak_bytes))
+    return (
+        context
+        if settings.budget_share is None
+        else context.with_settings(budget_bytes=int(settings.budget_share * bound))
+    )
+
+
+def stepped_in_backward(profiled: Profiled, context: CompileContext, emitted: Emitted) -> tuple[ChoiceMade, ...]:
+    """Return what steps in the backward bring: the peak of the same plan in an ordinary step is the measure."""
+    step = context.step
+    if not step.in_backward:
+        return ()
+    ordinary = emitted_step(
+        emitted.graph_module, profiled.captured, context.inputs, replace(step, in_backward=False), profiled.seen
+    )
+    brought_bytes = ordinary.peak_bytes - emitted.verification.verified_bytes
+    what = "parameters are stepped within the backward and gradients let go of, which changes no bit"
+    return (ChoiceMade("optimizer_in_backward", what, brought_bytes),)
 
 
 def is_on_cuda(profiled: Profiled) -> bool:

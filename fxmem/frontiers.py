@@ -18,7 +18,7 @@ from fxmem.planners.offload.choice import with_offloading
 from fxmem.planners.offload.link import link_of
 from fxmem.planners.pareto import pareto
 from fxmem.planners.policy import constrain, enforce
-from fxmem.planners.registry import PLANNERS
+from fxmem.planners.registry import AT_BUDGET, PLANNERS
 from fxmem.profiling.profile import Profiled
 from fxmem.progress import stage
 from fxmem.user_frames import level_of_user
@@ -30,7 +30,7 @@ QUICK_PLANNER, QUICK_SECONDS = "chen", 2.0
 def frontier_of(profile: GraphProfile, context: CompileContext) -> tuple[FrontierPoint, ...]:
     """Return the planner's points under the policy; keeping all it lets is always one of them."""
     settings = context.settings
-    points = recomputing_frontier(profile, settings)
+    points = at_budget(profile, settings, recomputing_frontier(profile, settings))
     if "offload" in settings.allow:
         stage(f"planning offloads among {len(profile.storages)} values")
         constrained, recomputed = constrain(profile, settings.policy)
@@ -45,11 +45,13 @@ def recomputing_frontier(profile: GraphProfile, settings: Settings) -> tuple[Fro
         return (keeping_all(profile),)
     constrained, _ = constrain(profile, settings.policy)
     name, seconds = settings.planner, settings.plan_seconds
-    points = frontier_cache.load(constrained, name, seconds) if settings.cache else None
-    if points is not None:
-        return _completed(profile, settings, points)
-    stage(f"planning {len(profile.nodes)} ops")
-    return found(profile, settings, PLANNERS[name](constrained, seconds=seconds))
+
+    def find() -> tuple[FrontierPoint, ...]:
+        stage(f"planning {len(profile.nodes)} ops")
+        return PLANNERS[name](constrained, seconds=seconds)
+
+    points = frontier_cache.kept(constrained, name, seconds, find) if settings.cache else find()
+    return _completed(profile, settings, points)
 
 
 def found(profile: GraphProfile, settings: Settings, points: tuple[FrontierPoint, ...]) -> tuple[FrontierPoint, ...]:
@@ -57,7 +59,24 @@ def found(profile: GraphProfile, settings: Settings, points: tuple[FrontierPoint
     if settings.cache:
         constrained, _ = constrain(profile, settings.policy)
         frontier_cache.store(constrained, settings.planner, settings.plan_seconds, points)
-    return _completed(profile, settings, points)
+    return at_budget(profile, settings, _completed(profile, settings, points))
+
+
+def at_budget(
+    profile: GraphProfile, settings: Settings, points: tuple[FrontierPoint, ...]
+) -> tuple[FrontierPoint, ...]:
+    """Return ``points`` with what the planner finds for the budget itself, if it looks for that."""
+    budget_bytes, search = settings.plan_bytes, AT_BUDGET.get(settings.planner)
+    if budget_bytes is None or search is None or "recompute" not in settings.allow:
+        return points
+    constrained, _ = constrain(profile, settings.policy)
+
+    def find() -> tuple[FrontierPoint, ...]:
+        return search(constrained, points, budget_bytes, seconds=settings.plan_seconds)
+
+    what = f"{settings.planner} at {budget_bytes}"
+    found = frontier_cache.kept(constrained, what, settings.plan_seconds, find) if settings.cache else find()
+    return _completed(profile, settings, found)
 
 
 def _completed(profile: GraphProfile, settings: Settings, points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:

@@ -26,8 +26,10 @@ from fxmem.emitted import (
     emit_within_budget,
     is_on_cuda,
     least_of,
+    stepped_in_backward,
     with_budget,
 )
+from fxmem.errors import InfeasibleBudgetError
 from fxmem.frontiers import begin_in_background, found, frontier_of
 from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Phase, Plan
 from fxmem.passes import compress_saved, lean_backwards
@@ -47,7 +49,7 @@ from fxmem.profiling.op_benchmark import device_measured, with_measured_times
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.roofline import measured_launch_seconds, priced_by_bound
-from fxmem.profiling.verify import eager_step, emitted_step, verify
+from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
 from fxmem.report.modules import module_rows
 from fxmem.report.text import Report, build_report
@@ -109,15 +111,14 @@ def compile_model(
     start, settings = time.perf_counter(), context.settings
     captured = captured or capture(context.model, context.inputs, context.autocast)
     stage("profiling")
-    graph = passed = run_passes(captured, PASSES, context)
-    profiled, planned = context.profile_of(graph), None
+    passed = run_passes(captured, PASSES, context)
+    profiled, planned = context.profile_of(passed), None
     eager = eager_step(context.model, captured, context.inputs, context.step, profiled.seen)
     context = with_budget(context, eager, profiled)
     settings = context.settings
     emitted = emit_if_all_fits(profiled, context)
     if emitted is None:
-        graph = short_of_memory(captured, graph, context)
-        profiled = context.profile_of(graph)
+        profiled = context.profile_of(short_of_memory(captured, passed, context))
         profiled, emitted = emit_taken_over(profiled, context, earlier)
     planning: Planning | None = None
     if emitted is None:
@@ -125,11 +126,26 @@ def compile_model(
         if settings.background and (begun := begin_in_background(profiled, context)):
             emitted, planning = begun
     if emitted is None:
-        planned = Planned(profiled.profile, frontier_of(profiled.profile, context))
-        emitted = emit_within_budget(profiled, context, planned.points)
-    steps = Steps(context, captured, passed, graph, profiled, eager.peak_bytes, start)
+        profiled, planned, emitted = _within_budget(profiled, context, captured)
+    steps = Steps(context, captured, profiled, eager.peak_bytes, start)
     compiled = steps.end(emitted, planned)
     return compiled if planning is None else replace(compiled, later=Later.of(steps, planning))
+
+
+def _within_budget(
+    profiled: Profiled, context: CompileContext, captured: CaptureGraph
+) -> tuple[Profiled, Planned, Emitted]:
+    """Plan for forms that were chosen for the budget; where what comes on top of planned peaks is too much, for those that
+    take least, whose floor is told of the model. Errors: ``InfeasibleBudgetError``."""
+    planned = Planned(profiled.profile, frontier_of(profiled.profile, context))
+    try:
+        return profiled, planned, emit_within_budget(profiled, context, planned.points)
+    except InfeasibleBudgetError:
+        least = profile_for_short_memory(captured, context.with_settings(budget_bytes=None))
+        if least.profile == profiled.profile:
+            raise
+    planned = Planned(least.profile, frontier_of(least.profile, context))
+    return least, planned, emit_within_budget(least, context, planned.points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +154,8 @@ class Steps:
 
     context: CompileContext
     captured: CaptureGraph
-    passed: CaptureGraph
-    """What :data:`PASSES` made of it."""
-    graph: CaptureGraph
-    """What is planned: the same, or where memory is short what all passes made."""
     profiled: Profiled
+    """Of what is planned: of the same, or where memory is short of what all passes made."""
     eager_peak_bytes: int
     start: float
     """By the clock."""
@@ -158,12 +171,12 @@ class Steps:
             eager_peak_bytes=self.eager_peak_bytes,
             least_bytes=floor_bytes(profiled, context, planned.points, emitted)
             if planned
-            else UnplannedFloor.of(self.captured, self.passed, context),
+            else UnplannedFloor.of(self.captured, profiled.devices, context),
             peak_step=emitted.timeline.peak_step,
             bound_seconds=_bound_seconds(profiled.profile, emitted.point, settings),
             plan_seconds=time.perf_counter() - self.start,
-            notes=_notes(settings, profiled.captured, _stepped_in_backward(profiled, context, emitted)),
-            inplace=self.graph.inplace,
+            notes=_notes(settings, profiled.captured, stepped_in_backward(profiled, context, emitted)),
+            inplace=profiled.captured.inplace,
             cuda=emitted.cuda,
             modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
             points=planned.points if planned else (),
@@ -311,25 +324,21 @@ class UnplannedFloor:
     """The least peak of a step that was not planned for: planned for once, when it is asked for."""
 
     captured: CaptureGraph
-    graph: CaptureGraph
-    """What :data:`PASSES` made of it."""
     context: CompileContext
     """Without the batch, which is not kept for this."""
     scope: CallScope
     _known: int | None = field(default=None)
 
     @staticmethod
-    def of(captured: CaptureGraph, graph: CaptureGraph, context: CompileContext) -> UnplannedFloor:
-        scope = CallScope.around(context.profile_of(graph).devices)
-        return UnplannedFloor(captured, graph, context.without_values(), scope)
+    def of(captured: CaptureGraph, devices: tuple[torch.device, ...], context: CompileContext) -> UnplannedFloor:
+        return UnplannedFloor(captured, context.without_values(), CallScope.around(devices))
 
     def __call__(self) -> int:
         if self._known is None:
             with self.scope.entered():
-                graph = short_of_memory(self.captured, self.graph, self.context)
-                profiled = with_times(self.context.profile_of(graph), self.context)
-                points = frontier_of(profiled.profile, self.context)
-                self._known = floor_bytes(profiled, self.context, points)
+                context = self.context.with_settings(budget_bytes=None)
+                profiled = profile_for_short_memory(self.captured, context)
+                self._known = floor_bytes(profiled, context, frontier_of(profiled.profile, context))
         return self._known
 
 
@@ -363,19 +372,6 @@ def report_at(context: CompileContext, compiled: Compiled, floor: UnplannedFloor
 
 
 # -- what the user is told --------------------------------------------------------------------------------------------
-
-
-def _stepped_in_backward(profiled: Profiled, context: CompileContext, emitted: Emitted) -> tuple[ChoiceMade, ...]:
-    """Return what steps in the backward bring: the peak of the same plan in an ordinary step is the measure."""
-    step = context.step
-    if not step.in_backward:
-        return ()
-    ordinary = emitted_step(
-        emitted.graph_module, profiled.captured, context.inputs, replace(step, in_backward=False), profiled.seen
-    )
-    brought_bytes = ordinary.peak_bytes - emitted.verification.verified_bytes
-    what = "parameters are stepped within the backward and gradients let go of, which changes no bit"
-    return (ChoiceMade("optimizer_in_backward", what, brought_bytes),)
 
 
 def _notes(settings: Settings, captured: CaptureGraph, made: tuple[ChoiceMade, ...] = ()) -> tuple[str, ...]:

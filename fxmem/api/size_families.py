@@ -189,7 +189,7 @@ class LazyReport:
     def __call__(self) -> Report:
         if self._known is None:
             with self._scope.entered():
-                floor = UnplannedFloor(self.compiled.captured, self.compiled.captured, self._context, self._scope)
+                floor = UnplannedFloor(self.compiled.captured, self._context, self._scope)
                 self._known = report_at(self._context, self.compiled, floor, self._origin)
         return self._known
 

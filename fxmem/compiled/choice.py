@@ -12,11 +12,15 @@ NOTE [Monotone budgets]
 4. Of two budgets, what fits the lower fits the higher; up to the first candidate that tells them apart they are bisected
    alike, and from there on the higher one goes to cheaper candidates, the lower to dearer ones. So more bytes never cost
    more time, though peaks of lowered plans need not fall as the planner's do.
+5. Therefore bisecting may miss what fits a low budget. Where it finds nothing, the least budget is looked for that it finds
+   something for, whatever the budget asked for; what it finds then is the cheapest candidate that lower budgets take. It
+   and the dearer ones are tried in turn. Again a higher budget gets no dearer one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fxmem.compiled.fakerun import StepRun
@@ -24,7 +28,10 @@ from fxmem.ir import FrontierPoint
 from fxmem.planners.pareto import cheapest_within
 
 NUM_CANDIDATES = 32
-"""So that a budget takes one lowering if all fits, else at most six."""
+"""So that a budget takes one lowering if all fits, else at most six, or more where bisecting finds none."""
+
+Run = Callable[[FrontierPoint], StepRun]
+"""Lowers a plan and runs it on fakes."""
 
 
 @dataclass(slots=True)
@@ -47,20 +54,54 @@ class Candidates:
             found[point] = None
         return Candidates(tuple(found))
 
-    def cheapest_within(self, budget_bytes: float, run: Callable[[FrontierPoint], StepRun]) -> int | None:
-        """Return the place of the candidate to take (NOTE [Monotone budgets]); None if none of those tried fits."""
+    def cheapest_within(self, budget_bytes: float, run: Run) -> int | None:
+        """Return the place of the candidate to take (NOTE [Monotone budgets]); None if none fits."""
+        place = self._bisected(budget_bytes, run)
+        if place is not None:
+            return place
+        deeper = range(self._first_deeper(run), len(self.points))
+        return next((i for i in deeper if self._fits(i, budget_bytes, run)), None)
+
+    def least_bytes(self, run: Run) -> int:
+        """Return the least budget that :meth:`cheapest_within` finds a candidate for."""
+        deeper = range(self._first_deeper(run), len(self.points))
+        return self._least_needed(reversed(deeper), run)
+
+    def _bisected(self, budget_bytes: float, run: Run) -> int | None:
         if self.needed_bytes(0, run) <= budget_bytes:
             return 0
         best, low, high = None, 1, len(self.points)
         while low < high:
             middle = (low + high) // 2
-            if self._known_bytes(middle) <= budget_bytes and self.needed_bytes(middle, run) <= budget_bytes:
+            if self._fits(middle, budget_bytes, run):
                 best = high = middle
             else:
                 low = middle + 1
         return best
 
-    def needed_bytes(self, place: int, run: Callable[[FrontierPoint], StepRun]) -> int:
+    def _first_deeper(self, run: Run) -> int:
+        """Return what bisecting finds for the least budget that it finds something for."""
+        tried, low = [0], 1
+        while low < len(self.points):
+            tried.append((low + len(self.points)) // 2)
+            low = tried[-1] + 1
+        found = self._bisected(self._least_needed(reversed(tried), run), run)
+        assert found is not None
+        return found
+
+    def _least_needed(self, places: Iterable[int], run: Run) -> int:
+        """Return the least that one of ``places`` needs; what is known to need more is not lowered."""
+        self.needed_bytes(0, run)
+        least: float = math.inf
+        for place in places:
+            if self._known_bytes(place) < least:
+                least = min(least, self.needed_bytes(place, run))
+        return int(least)
+
+    def _fits(self, place: int, budget_bytes: float, run: Run) -> bool:
+        return self._known_bytes(place) <= budget_bytes and self.needed_bytes(place, run) <= budget_bytes
+
+    def needed_bytes(self, place: int, run: Run) -> int:
         """Return the least budget that a candidate fits."""
         if place not in self.runs:
             self.runs[place] = run(self.points[place])
@@ -71,8 +112,3 @@ class Candidates:
         if place in (0, len(self.points) - 1):
             return 0
         return self.points[place].peak_bytes - max(0, self.points[0].peak_bytes - self.runs[0].peak_bytes)
-
-    @property
-    def least_bytes(self) -> int:
-        """The least budget that one of those fits that were lowered."""
-        return min(max(run.peak_bytes, self._known_bytes(place)) for place, run in self.runs.items())

@@ -90,12 +90,14 @@ class _Run:
             with tracker:
                 gradients = backward(args)
         backward_peak, end = max(tracker.peak_bytes, self._scratch_peak), tracker.live_bytes
+        copied = max((_copied_bytes(g, x) for g, x in zip(gradients, inputs, strict=True)), default=0)
         del outputs, gradients, inputs, root
         fixed = around.fixed_bytes
         peak = fixed + max(
             forward_peak,
             saved + around.loss_peak_bytes,
             backward_peak + around.held_in_backward_bytes,
+            end + copied + around.held_in_backward_bytes,
             end + around.optimizer_bytes,
         )
         return StepRun(peak, fixed + forward_peak, fixed + saved, fixed + backward_peak, fixed + end, self._seconds)
@@ -131,6 +133,15 @@ class _Run:
         moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         self._seconds += self._hardware.seconds(flops_of(func, args, kwargs, output), moved)
+
+
+def _copied_bytes(gradient: Any, parameter: Any) -> int:
+    """Return what autograd allocates to lay a gradient out as its parameter is, while it holds the one it was given."""
+    if not isinstance(gradient, torch.Tensor) or not isinstance(parameter, torch.Tensor):
+        return 0
+    layouts = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    same = all(mine == its for size, mine, its in layouts if size != 1)
+    return 0 if same else gradient.numel() * gradient.element_size()
 
 
 def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:

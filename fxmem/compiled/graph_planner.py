@@ -77,7 +77,7 @@ class GraphPlanner:
         place = candidates.cheapest_within(float("inf") if budget_bytes is None else budget_bytes, self._run)
         if place is None:
             assert budget_bytes is not None
-            raise infeasible(candidates, self.around, budget_bytes)
+            raise infeasible(candidates.least_bytes(self._run), self.around, budget_bytes)
         point, run, first = candidates.points[place], candidates.runs[place], candidates.runs[0]
         report = CompiledReport(
             budget_bytes,
@@ -124,8 +124,7 @@ class GraphPlanner:
         return run_step(self.parts(point.plan), self.kernels.joint.num_outputs, self.around, self.hardware)
 
 
-def infeasible(candidates: Candidates, around: Surroundings, budget_bytes: int) -> InfeasibleBudgetError:
-    least = candidates.least_bytes
+def infeasible(least: int, around: Surroundings, budget_bytes: int) -> InfeasibleBudgetError:
     parts = (("parameters, buffers, batch and optimizer state", around.fixed_bytes),)
     breakdown = (*parts, ("activations and gradients", least - around.fixed_bytes))
     return InfeasibleBudgetError(budget_bytes, least, breakdown, "the compiled step")

@@ -59,7 +59,14 @@ def is_mask(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype != torch.bool:
         return False
-    return is_pointwise(node) and any(_name_of(read) in _RANDOM for read in node.all_input_nodes)
+    return is_pointwise(node) and any(_name_of(_viewed(read)) in _RANDOM for read in node.all_input_nodes)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """Return what a view is of, through views."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _name_of(node: fx.Node) -> str:

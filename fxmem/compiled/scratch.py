@@ -1,8 +1,9 @@
 """What an op takes inside while it runs, on the CPU: measured, once for each op and shape.
 
 In: a call of an op on fakes. Out: the most bytes beside its inputs and results. oneDNN's convolutions lay weights
-out anew inside of the op, which neither fakes nor the code around it show, and which depends on the machine. So the op is
-run on zeros of the same layout, and the CPU allocator's own events are read. What was measured is kept for the process.
+out anew inside of the op, and a copy to transposed memory goes through a block, also where a matrix product copies what it
+adds to: neither fakes nor the code around it show that, and it depends on the machine. So the op is run on zeros of the
+same layout, and the CPU allocator's own events are read. What was measured is kept for the process.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from fxmem.torch_private import OpOverload, tree_map_only, without_modes
 _MEASURED: dict[str, int] = {}
 """By op and layout of its arguments."""
 _NAMESPACES = frozenset({"aten", "mkldnn", "onednn"})
-_WITHOUT = frozenset({"mm", "addmm", "bmm", "baddbmm", "copy_", "fill_", "zero_"})
-"""Ops whose kernels take none: BLAS packs into memory of its own, which the allocator does not see."""
+_WITHOUT = frozenset({"fill_", "zero_"})
+"""Ops that write where they are told to."""
 
 
 def scratch_bytes(op: Any, args: Any, kwargs: Any) -> int:

@@ -62,7 +62,7 @@ class Chunk:
         whole = best = _Cut(graph, (0,) * len(kinds), _least_bytes(graph, context))
         while (cut := _cut_more(graph, context, kinds, best)) is not None:
             best = cut
-            if best.peak_bytes <= (context.settings.budget_bytes or 0):
+            if best.peak_bytes <= (context.settings.plan_bytes or 0):
                 break
         notes = [] if best is whole else [_made(kinds, best, whole.peak_bytes - best.peak_bytes)]
         return _with(best.graph, *notes, *(ChoiceMade("chunk", why, 0) for why in left))

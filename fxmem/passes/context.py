@@ -58,6 +58,13 @@ class Settings:
     """Whether plans are searched for beside the training, whose first steps run under a quick one."""
     runtime: str = "auto"
     """One of :data:`fxmem.capture.joint_steps.RUNTIMES`."""
+    beside_bytes: int = 0
+    """What the budget is to hold beside a planned peak, as far as the step as it is tells: CUDA's allocator adds to it."""
+
+    @property
+    def plan_bytes(self) -> int | None:
+        """What a planned peak is to keep, of the budget."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.beside_bytes
 
     def seen_with(self, leaves: Sequence[Any]) -> Settings:
         """Return the settings with targets that are an example for these inputs, if it is not known yet for which."""

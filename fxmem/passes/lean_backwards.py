@@ -7,7 +7,10 @@ In: a captured graph. Out: the graph with forms of :mod:`fxmem.runtime.lean_back
 2. ReLUs before a max pooling that alone reads them: the pooling's result, which is saved anyway, is enough for both. It
    spares time.
 3. ReLUs whose result is there at the peak, beside two gradients, of the plan that takes least: bits take time to pack, but
-   they are what remains. Repeated until a plan keeps the budget, or the peak falls no more.
+   they are what remains. Repeated until a plan keeps the budget, or the peak falls no more. The plans are kept on disk, so
+   that a step's forms are the same each time.
+4. max poolings, whose indices of eight bytes can do with two: where casting them there and back takes less time than what
+   has to be recomputed otherwise.
 
 Left as they are: convolutions whose input is not contiguous, for then the kernel may depend on how it lies; of a batch that
 nobody wants gradients of; under autocast; calls that a policy speaks of.
@@ -15,6 +18,7 @@ nobody wants gradients of; under autocast; calls that a policy speaks of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -23,17 +27,20 @@ from numpy.typing import NDArray
 from torch import fx
 
 from fxmem.capture.graph import CaptureGraph, copied, with_graph
-from fxmem.ir import NodeProfile
-from fxmem.op_facts.kinds import LeanBackward
+from fxmem.ir import FrontierPoint, NodeProfile
+from fxmem.op_facts.kinds import LeanBackward, UnreadInput
 from fxmem.op_facts.lookup import by_op, resolved
 from fxmem.passes.compress_saved import with_forms
 from fxmem.passes.compressed_forms import Request
 from fxmem.passes.context import CompileContext, Settings
-from fxmem.planners.bound import certain_bytes
+from fxmem.planners import frontier_cache
+from fxmem.planners.bound import certain_bytes, lower_bound
+from fxmem.planners.pareto import cheapest_within
 from fxmem.planners.policy import matches
 from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import simulate, tables_of
 from fxmem.profiling.profile import Profiled
+from fxmem.runtime.compressed_ops import max_pool_input_unread
 from fxmem.runtime.layout import View
 from fxmem.runtime.lean_backwards import RELUS, relu_max_pool, relu_of_bits, split_convolution
 from fxmem.runtime.scoped_ops import Scoped, op_of, region_of
@@ -49,7 +56,11 @@ MOST_ROUNDS = 6
 IsFree = Callable[[NodeProfile], bool]
 """Tells which calls no policy speaks of."""
 
+POOLS = (relu_max_pool, max_pool_input_unread)
+"""Forms that save indices."""
+
 _FORMS = by_op(LeanBackward)
+_UNREAD = by_op(UnreadInput)
 
 
 class LeanBackwards:
@@ -69,20 +80,31 @@ class LeanBackwards:
             return graph
         best = with_forms(profiled, {k: Request(split=True) for k in convolutions(profiled, is_free)})
         best = with_pools(best, before_pools(profiled, is_free))
-        if not relus(context.profile_of(best), is_free):
-            return best
-        least = _Least.of(context.profile_of(best), context.settings)
-        for _ in range(MOST_ROUNDS):
-            profiled = context.profile_of(best)
-            names = at_peak(profiled, relus(profiled, is_free), least)
-            if not names or least.plan_bytes <= (context.settings.budget_bytes or 0):
-                break
-            other = with_bits(best, names)
-            now = _Least.of(context.profile_of(other), context.settings)
-            if not now.is_below(least):
-                break
-            best, least = other, now
+
+        def narrow(lean: CaptureGraph) -> CaptureGraph:
+            return _cheaper(lean, *with_narrow_indices(context.profile_of(lean), is_free), context)
+
+        first = narrow(best)
+        best = _with_bits_at_peaks(first, context, is_free)
+        return best if best is first else narrow(best)
+
+
+def _with_bits_at_peaks(best: CaptureGraph, context: CompileContext, is_free: IsFree) -> CaptureGraph:
+    """Return the graph with ReLUs that save bits, until a plan keeps the budget or the peak falls no more."""
+    if not relus(context.profile_of(best), is_free):
         return best
+    least = _Least.of(context.profile_of(best), context.settings)
+    for _ in range(MOST_ROUNDS):
+        profiled = context.profile_of(best)
+        names = at_peak(profiled, relus(profiled, is_free), least)
+        if not names or least.plan_bytes <= (context.settings.plan_bytes or 0):
+            break
+        other = with_bits(best, names)
+        now = _Least.of(context.profile_of(other), context.settings)
+        if not now.is_below(least):
+            break
+        best, least = other, now
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +120,43 @@ class _Least:
 
     @staticmethod
     def of(profiled: Profiled, settings: Settings) -> _Least:
-        points = PLANNERS[settings.planner](profiled.profile, seconds=PLAN_SECONDS)
-        timeline = simulate(profiled.profile, min(points, key=lambda point: point.peak_bytes).plan)
+        least = min(_quick_points(profiled, settings), key=lambda point: point.peak_bytes)
+        timeline = simulate(profiled.profile, least.plan)
         return _Least(timeline.peak_bytes, timeline.peak_step, int(_held(profiled).max(initial=0)))
 
     def is_below(self, other: _Least) -> bool:
         return self.plan_bytes < other.plan_bytes or self.held_bytes < other.held_bytes
+
+
+def _quick_points(profiled: Profiled, settings: Settings) -> tuple[FrontierPoint, ...]:
+    """Return a Pareto set that the user's planner finds quickly."""
+    profile, planner = profiled.profile, settings.planner
+
+    def find() -> tuple[FrontierPoint, ...]:
+        return PLANNERS[planner](profile, seconds=PLAN_SECONDS)
+
+    return frontier_cache.kept(profile, planner, PLAN_SECONDS, find) if settings.cache else find()
+
+
+def _cheaper(graph: CaptureGraph, other: CaptureGraph, cast_bytes: int, context: CompileContext) -> CaptureGraph:
+    """Return ``other``, in which indices are cast there and back, ``cast_bytes`` moved each time, if a step within the
+    budget takes less time so, as far as bounds tell; where neither keeps it, the one that takes less memory."""
+    if other is graph:
+        return graph
+    settings, profiles = context.settings, [context.profile_of(each) for each in (graph, other)]
+    own, narrow = (_least_seconds(each, settings) for each in profiles)
+    if min(own, narrow) < math.inf:
+        return other if narrow + 2 * context.hardware.seconds(0, cast_bytes) < own else graph
+    own_least, other_least = (_Least.of(each, settings) for each in profiles)
+    return other if other_least.is_below(own_least) else graph
+
+
+def _least_seconds(profiled: Profiled, settings: Settings) -> float:
+    """Return seconds below which no plan within the budget recomputes; infinite where none is found quickly."""
+    budget_bytes = settings.plan_bytes
+    if budget_bytes is None or (point := cheapest_within(_quick_points(profiled, settings), budget_bytes)) is None:
+        return math.inf
+    return lower_bound(profiled.profile, budget_bytes, point.recompute_seconds)
 
 
 def _held(profiled: Profiled) -> NDArray[np.float64]:
@@ -224,6 +277,19 @@ def before_pools(profiled: Profiled, is_free: IsFree) -> set[str]:
     return found
 
 
+def pools(profiled: Profiled, is_free: IsFree) -> dict[int, int]:
+    """Return by number the max poolings that save indices, and the bytes of these."""
+    found = {}
+    for call, node in zip(_calls(profiled), profiled.profile.nodes, strict=True):
+        fact, op = _UNREAD.get(op_of(call.target)), op_of(call.target)
+        if (op in POOLS or (fact is not None and fact.saves_indices)) and not call.kwargs and is_free(node):
+            storages = [profiled.profile.storages[s] for s in node.saves]
+            sizes = [s.nbytes for s in storages if s.internal and s.creator == node.index]
+            if sizes:
+                found[node.index] = max(sizes)
+    return found
+
+
 def _fills(profiled: Profiled, view: View) -> bool:
     """True of what lies alone and without gaps on its memory."""
     lengths = sorted((stride, n) for n, stride in zip(view.size, view.stride, strict=True) if n != 1)
@@ -266,12 +332,31 @@ def with_pools(captured: CaptureGraph, names: Collection[str]) -> CaptureGraph:
     return with_graph(captured, graph)
 
 
+def with_narrow_indices(profiled: Profiled, is_free: IsFree) -> tuple[CaptureGraph, int]:
+    """Return the captured graph with max poolings that save indices in few bytes, and the bytes that a cast of all indices
+    moves; the very same graph if there are none."""
+    calls, found = _calls(profiled), pools(profiled, is_free)
+    if not found:
+        return profiled.captured, 0
+    whole = {k: Request(input=True) for k in found if op_of(calls[k].target) not in POOLS}
+    others = {node.name for node in profiled.captured.graph_module.graph.nodes} - {calls[k].name for k in found}
+    graph, _ = copied(with_forms(profiled, whole))
+    for node in graph.nodes:
+        if op_of(node.target) in POOLS and node.name not in others:  # in one dimension, a part of the call
+            node.kwargs = {"narrow": True}
+    return with_graph(profiled.captured, graph), sum(found.values()) * 5 // 4
+
+
 def notes_of(captured: CaptureGraph) -> Iterator[str]:
     """Say how many calls hold less in their backward than eager's."""
-    ops = [op_of(node.target) for node in captured.graph_module.graph.nodes]
+    nodes = list(captured.graph_module.graph.nodes)
+    ops = [op_of(node.target) for node in nodes]
     num_split, num_bits = ops.count(split_convolution), sum(op in RELUS.values() for op in ops)
     if num_split:
         yield f"{num_split} convolutions let go of their input before its gradient is made"
+    num_narrow = sum(bool(node.kwargs) for node, op in zip(nodes, ops, strict=True) if op in POOLS)
+    if num_narrow:
+        yield f"{num_narrow} max poolings save their indices in few bytes"
     num_pooled = ops.count(relu_max_pool)
     if num_pooled:
         yield f"{num_pooled} ReLUs before max poolings save nothing of their own"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 
 from fxmem import disk_cache
 from fxmem.ir import FrontierPoint, GraphProfile, Plan
@@ -15,8 +16,19 @@ from fxmem.planners.simulate import check_limits
 
 KIND = "frontier"
 
+Points = tuple[FrontierPoint, ...]
 
-def load(profile: GraphProfile, planner: str, seconds: float) -> tuple[FrontierPoint, ...] | None:
+
+def kept(profile: GraphProfile, planner: str, seconds: float, find: Callable[[], Points]) -> Points:
+    """Return the frontier stored for this profile; if there is none, what ``find`` returns, which is stored."""
+    points = load(profile, planner, seconds)
+    if points is None:
+        points = find()
+        store(profile, planner, seconds, points)
+    return points
+
+
+def load(profile: GraphProfile, planner: str, seconds: float) -> Points | None:
     """Return the frontier stored for this profile, if there is a sound one."""
     text = disk_cache.read(KIND, key(profile, planner, seconds))
     if text is None:
@@ -33,7 +45,7 @@ def load(profile: GraphProfile, planner: str, seconds: float) -> tuple[FrontierP
     return points or None
 
 
-def store(profile: GraphProfile, planner: str, seconds: float, points: tuple[FrontierPoint, ...]) -> None:
+def store(profile: GraphProfile, planner: str, seconds: float, points: Points) -> None:
     """Keep a frontier for the next time."""
     rows = [(p.plan.planner, p.plan.limits, p.peak_bytes, p.recompute_seconds) for p in points]
     disk_cache.write(KIND, key(profile, planner, seconds), json.dumps(rows, separators=(",", ":")))

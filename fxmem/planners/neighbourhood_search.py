@@ -59,6 +59,15 @@ def search_neighbourhoods(
     return descent.points
 
 
+def search_at(
+    profile: GraphProfile, points: Iterable[FrontierPoint], budget_bytes: int, *, num_windows: int, clock: Clock
+) -> tuple[FrontierPoint, ...]:
+    """As :func:`search_neighbourhoods`, for one budget that a point keeps."""
+    tables, descent = tables_of(profile), _Descent(profile, pareto(points), clock)
+    descent.go_through(neighbourhoods(tables, WIDTH), budget_bytes, num_windows)
+    return descent.points
+
+
 class _Descent:
     """A frontier on its way down, one neighbourhood after the other."""
 

@@ -14,8 +14,8 @@ from itertools import pairwise
 from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.planners import chen, mincut, segment_dp
 from fxmem.planners.local_search import improve
-from fxmem.planners.neighbourhood_search import search_neighbourhoods
-from fxmem.planners.pareto import Clock, pareto
+from fxmem.planners.neighbourhood_search import search_at, search_neighbourhoods
+from fxmem.planners.pareto import Clock, cheapest_within, pareto
 from fxmem.planners.path_relinking import relink_paths
 
 SEARCH_WORK = 220_000
@@ -42,6 +42,15 @@ def frontier(profile: GraphProfile, *, seconds: float, stages: Mapping[str, Stag
     for stage in (STAGES if stages is None else stages).values():
         points = stage(profile, points, clock)
     return points
+
+
+def at_budget(profile: GraphProfile, points: Points, budget_bytes: int, *, seconds: float) -> Points:
+    """Return the Pareto set of ``points`` and of what a search for one budget finds within ``seconds``: a frontier is
+    searched for all budgets, and half of that at its end."""
+    point = cheapest_within(points, budget_bytes)
+    if point is None or not point.recompute_seconds:
+        return points
+    return search_at(profile, points, budget_bytes, num_windows=_num_windows(profile), clock=Clock(seconds))
 
 
 # -- plans to begin with -----------------------------------------------------------------------------------------------
@@ -72,8 +81,11 @@ def _relinked(profile: GraphProfile, points: Points, clock: Clock) -> Points:
 
 
 def _chosen_anew(profile: GraphProfile, points: Points, clock: Clock) -> Points:
-    num_windows = min(MOST_WINDOWS, int(WINDOW_WORK / max(1, len(profile.recipes)) ** 1.5))
-    return search_neighbourhoods(profile, points, num_windows=num_windows, clock=clock)
+    return search_neighbourhoods(profile, points, num_windows=_num_windows(profile), clock=clock)
+
+
+def _num_windows(profile: GraphProfile) -> int:
+    return min(MOST_WINDOWS, int(WINDOW_WORK / max(1, len(profile.recipes)) ** 1.5))
 
 
 def _polished(profile: GraphProfile, points: Points, clock: Clock) -> Points:

@@ -14,3 +14,6 @@ PLANNERS: dict[str, Callable[..., tuple[FrontierPoint, ...]]] = {
     "mincut": mincut.frontier,
 }
 """Functions of ``(profile, *, seconds)`` that return a Pareto set, peaks falling and seconds rising."""
+
+AT_BUDGET: dict[str, Callable[..., tuple[FrontierPoint, ...]]] = {"auto": portfolio.at_budget}
+"""Of planners that search for one budget, once the frontier is there: ``(profile, points, budget_bytes, *, seconds)``."""

@@ -25,8 +25,10 @@ Arguments = Mapping[str, Any]
 class Scratch:
     """``blocks``: bytes of each allocation that lives beside inputs and outputs while the op runs, where most do.
     ``first``: of those before, from before outputs are made. ``whole``: of those that live from before outputs are made
-    to the end. ``phases``: of those that live beside ``blocks``, one phase after the other. ``kept_bytes``: what an
-    output's storage holds beyond its elements for as long as the output lives. ``exact``: False for an upper bound."""
+    to the end. ``between``: of those from after outputs are made until ``blocks`` are there. ``phases``: of those that live
+    beside ``blocks``, one phase after the other. ``late_bytes``: of the last output, where that is made after ``first``
+    are gone. ``kept_bytes``: what an output's storage holds beyond its elements for as long as the output lives.
+    ``exact``: False for an upper bound."""
 
     blocks: tuple[int, ...] = ()
     kept_bytes: int = 0
@@ -34,11 +36,14 @@ class Scratch:
     first: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
     phases: tuple[tuple[int, ...], ...] = ()
+    between: tuple[int, ...] = ()
+    late_bytes: int = 0
 
     @property
     def transient_bytes(self) -> int:
         """Most that lives beside inputs and outputs while the op runs."""
-        return sum(self.whole) + max(sum(self.first), sum(self.blocks) + max(map(sum, self.phases), default=0))
+        beside = max(map(sum, (self.between, *self.phases)))
+        return sum(self.whole) + max(sum(self.first) - self.late_bytes, sum(self.blocks) + beside)
 
 
 Rule = Callable[[Arguments, DeviceModel], Scratch]
@@ -108,10 +113,12 @@ def takes(
     first: Collection[int] = (),
     whole: Collection[int] = (),
     phases: Collection[tuple[int, ...]] = (),
+    between: Collection[int] = (),
+    late_bytes: int = 0,
 ) -> Scratch:
     """Return the scratch of these blocks, but for empty ones."""
-    early = tuple(filter(None, first)), tuple(filter(None, whole))
-    return Scratch(tuple(filter(None, blocks)), kept_bytes, exact, *early, tuple(phases))
+    blocks, first, whole, between = (tuple(filter(None, given)) for given in (blocks, first, whole, between))
+    return Scratch(blocks, kept_bytes, exact, first, whole, tuple(phases), between, late_bytes)
 
 
 # -- reductions -----------------------------------------------------------------------------------------------------------
@@ -227,26 +234,7 @@ def soft_margin_backward(args: Arguments, device: DeviceModel) -> Scratch:
     return takes(*2 * (args["self"].nbytes,))
 
 
-# -- norms and convolutions -----------------------------------------------------------------------------------------------
-
-
-@rule("native_group_norm")
-def group_norm(args: Arguments, device: DeviceModel) -> Scratch:
-    """Scale and shift of every channel of every sample in fp32; in half precision mean and rstd in fp32 too. Exact.
-    Source: cuda/group_norm_kernel.cu, ``GroupNormKernelImplInternal``."""
-    channels, groups = args["N"] * args["C"], args["N"] * args["group"]
-    affine = args.get("weight") is not None or args.get("bias") is not None
-    halves = ITEM_BYTES[args["input"].dtype] < 4
-    return takes(*2 * (4 * groups if halves else 0,), *2 * (4 * channels if affine else 0,), exact=args["HxW"] > 1)
-
-
-@rule("native_group_norm_backward")
-def group_norm_backward(args: Arguments, device: DeviceModel) -> Scratch:
-    """Per channel ds, db and a factor, per group two more, in fp32. Exact with weights. Source:
-    cuda/group_norm_kernel.cu, ``GroupNormBackwardKernelImplInternal``."""
-    channels, groups = args["N"] * args["C"], args["N"] * args["group"]
-    of_each = *2 * (4 * channels,), *2 * (4 * groups,), 4 * channels
-    return takes(*of_each, exact=args["HxW"] > 1 and args.get("weight") is not None)
+# -- batch norms and convolutions -----------------------------------------------------------------------------------------
 
 
 @rule("native_batch_norm")
@@ -363,7 +351,7 @@ def convolution(args: Arguments, device: DeviceModel) -> Scratch:
 @rule("convolution_backward")
 def convolution_backward(args: Arguments, device: DeviceModel) -> Scratch:
     """Copies of the gradient, such as one of a part of a concatenation, and for the weight's gradient of the input, where
-    they are not dense in the format; later, when the other gradients are there, the partial sums of the bias's. A depthwise
+    they are not dense in the format; when these are gone, the bias's gradient is made, with its partial sums. A depthwise
     kernel makes the weight's gradient before the input's. Exact but for cuDNN's workspace, and where the weight is channels
     last and the input is not, or a depthwise input has gaps. Source: Convolution.cpp, ``convolution_backward``;
     cudnn/ConvShared.cpp; cuda/DepthwiseConv2d.cu."""
@@ -377,10 +365,9 @@ def convolution_backward(args: Arguments, device: DeviceModel) -> Scratch:
     if not mask[2]:
         return takes(exact=exact, first=copies)
     partial = _reduced(grad, [d for d in range(len(grad.shape)) if d != 1], device, 4)
-    largest = max(copies)
-    copies.remove(largest)  # all are gone when the bias's gradient is made
-    copies.append(max(0, largest - grad.shape[1] * ITEM_BYTES[grad.dtype]))
-    return takes(*partial, exact=exact and (sum(copies) > sum(partial) or _offsets_fit(grad)), first=copies)
+    bias_bytes = grad.shape[1] * ITEM_BYTES[grad.dtype]
+    exact = exact and (sum(copies) - bias_bytes > sum(partial) or _offsets_fit(grad))
+    return takes(*partial, exact=exact, first=copies, late_bytes=bias_bytes)
 
 
 def _dims(args: Arguments) -> Collection[int]:

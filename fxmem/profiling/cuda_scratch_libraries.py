@@ -1,6 +1,6 @@
 """Bytes that ops take inside on CUDA, most with kernels of other libraries: FlashAttention, CUTLASS, cuDNN; cub.
 
-Rules of :mod:`fxmem.profiling.cuda_scratch`: attention; layer norms; rolls, indices, sorts and scans.
+Rules of :mod:`fxmem.profiling.cuda_scratch`: attention; layer and group norms; rolls, indices, sorts and scans.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def efficient_attention_backward(args: Arguments, device: DeviceModel) -> Scratc
     if width > 128:
         per_head += 2 * 4 * 128 * -(-width // 128) * 128
     copied, sums = _copied_by_rows(args["grad_out_"]), 4 * batch * heads * rows
-    before = ((query.nbytes, sums),) if query.dtype == "float32" else ()
-    return takes(sums, whole=[copied], phases=(*before, (batch * heads * per_head,)), exact=width <= 128)
+    products = (query.nbytes, sums) if query.dtype == "float32" else ()
+    return takes(sums, whole=[copied], between=products, phases=[(batch * heads * per_head,)], exact=width <= 128)
 
 
 @rule("_scaled_dot_product_cudnn_attention_backward")
@@ -94,7 +94,26 @@ def cudnn_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
     return takes(query.nbytes, query.nbytes, 4 * batch * heads * rows, exact=False)
 
 
-# -- layer norms -----------------------------------------------------------------------------------------------------------
+# -- layer and group norms -------------------------------------------------------------------------------------------------
+
+
+@rule("native_group_norm")
+def group_norm(args: Arguments, device: DeviceModel) -> Scratch:
+    """Scale and shift of every channel of every sample in fp32; in half precision mean and rstd in fp32 too. Exact.
+    Source: cuda/group_norm_kernel.cu, ``GroupNormKernelImplInternal``."""
+    channels, groups = args["N"] * args["C"], args["N"] * args["group"]
+    affine = args.get("weight") is not None or args.get("bias") is not None
+    halves = ITEM_BYTES[args["input"].dtype] < 4
+    return takes(*2 * (4 * groups if halves else 0,), *2 * (4 * channels if affine else 0,), exact=args["HxW"] > 1)
+
+
+@rule("native_group_norm_backward")
+def group_norm_backward(args: Arguments, device: DeviceModel) -> Scratch:
+    """Per channel ds, db and a factor, per group two more, in fp32. Exact with weights. Source:
+    cuda/group_norm_kernel.cu, ``GroupNormBackwardKernelImplInternal``."""
+    channels, groups = args["N"] * args["C"], args["N"] * args["group"]
+    of_each = *2 * (4 * channels,), *2 * (4 * groups,), 4 * channels
+    return takes(*of_each, exact=args["HxW"] > 1 and args.get("weight") is not None)
 
 
 @rule("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward")

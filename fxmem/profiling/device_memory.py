@@ -47,10 +47,9 @@ class Inside:
 
 def _in_blocks(scratch: Scratch) -> Scratch:
     """Return what CUDA's allocator counts: each allocation is rounded up."""
-    blocks, first, whole, *phases = (
-        tuple(map(rounded, given)) for given in (scratch.blocks, scratch.first, scratch.whole, *scratch.phases)
-    )
-    return replace(scratch, blocks=blocks, first=first, whole=whole, phases=tuple(phases))
+    given = scratch.blocks, scratch.first, scratch.whole, scratch.between, *scratch.phases
+    blocks, first, whole, between, *phases = (tuple(map(rounded, each)) for each in given)
+    return replace(scratch, blocks=blocks, first=first, whole=whole, between=between, phases=tuple(phases))
 
 
 _NOTHING = Inside(Scratch(), uses_library=False, workspace_bound=0)

@@ -137,12 +137,16 @@ class StorageTracker(TorchDispatchMode):
         """Count what an op made on CUDA, and what its kernel takes while it runs beside inputs and results."""
         inside = self._memory.inside(func, args, kwargs)
         scratch = inside.scratch
+        early = output[:-1] if scratch.late_bytes else output
         with self._beside(scratch.whole):
             with self._beside(scratch.first):
-                self._see((self._memory.made_first(func, args, kwargs, output), output), counted=True)
-            if inside.workspace_bound:
-                self._on_workspace(inside.workspace_bound)
-            with self._beside(scratch.blocks):
+                self._see((self._memory.made_first(func, args, kwargs, output), early), counted=True)
+                if inside.workspace_bound:
+                    self._on_workspace(inside.workspace_bound)
+            self._see(output, counted=True)
+            with ExitStack() as blocks:
+                with self._beside(scratch.between):
+                    blocks.enter_context(self._beside(scratch.blocks))
                 if inside.uses_library:
                     self._see_library()
                 for phase in scratch.phases:

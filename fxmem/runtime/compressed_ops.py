@@ -6,7 +6,8 @@ Forward and backward call the kernels that eager calls. What differs is what lie
    Gist, keep the masks of ReLUs so). The generator gives the same numbers for either.
 2. Some backwards take the op's input, but only look at its shape, strides and dtype: those of poolings, of paddings that
    reflect or repeat, and of convolutions whose weight is frozen. They get as much memory, with nothing in it.
-3. The *safe softmax* of an attention saves what eager's does. That one goes over the scores three times more than a softmax
+3. The indices of a *max pooling* are places in a plane: two bytes hold them where eager's take eight.
+4. The *safe softmax* of an attention saves what eager's does. That one goes over the scores three times more than a softmax
    does, for rows that are masked out whole. In these a softmax is NaN; so one column of it tells if they need to be sought.
 """
 
@@ -194,29 +195,38 @@ POOL_BACKWARDS: dict[Overload, Overload] = {
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: Overload, args: tuple[Any, ...]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, op: Overload, narrow: bool, args: tuple[Any, ...]) -> torch.Tensor:
         result, indices = op(x, *args)
-        ctx.save_for_backward(indices)
+        ctx.save_for_backward(narrowed(indices, op, x) if narrow else indices)
         ctx.geometry, ctx.op, ctx.args = Geometry.of(x), op, args
         return cast(torch.Tensor, result)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (indices,) = ctx.saved_tensors
-        return pool_backward(ctx.op, grad, ctx.geometry, ctx.args, indices), None, None
+        return pool_backward(ctx.op, grad, ctx.geometry, ctx.args, indices), None, None, None
+
+
+def narrowed(indices: torch.Tensor, op: Overload, x: torch.Tensor) -> torch.Tensor:
+    """Return the indices of a max pooling of ``x`` in as few bytes as the places in one of its planes need."""
+    _, window, *_ = schema_of(op).arguments
+    num_places = math.prod(x.shape[-window.N :])
+    dtype = torch.int16 if num_places <= 1 << 15 else torch.uint16 if num_places <= 1 << 16 else torch.int32
+    return indices.to(dtype) if num_places <= 1 << 31 else indices
 
 
 def pool_backward(
     op: Overload, grad: torch.Tensor, geometry: Geometry, args: tuple[Any, ...], indices: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of the input, of this geometry, of a max pooling; it stands in for the input itself."""
-    blank, backward = geometry.blank(), POOL_BACKWARDS[op]
+    blank, backward, indices = geometry.blank(), POOL_BACKWARDS[op], indices.to(torch.int64)
     if torch.is_grad_enabled() or in_batched_backward():
         return cast(torch.Tensor, backward(grad, blank, *args, indices))
     return cast(torch.Tensor, backward.overloadpacket.grad_input(grad, blank, *args, indices, grad_input=blank))
 
 
-def max_pool_input_unread(op: Overload, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Return the first result of ``op(x, *args)``, a max pooling; of the two, only the indices are saved."""
+def max_pool_input_unread(op: Overload, x: torch.Tensor, *args: Any, narrow: bool = False) -> torch.Tensor:
+    """Return the first result of ``op(x, *args)``, a max pooling; of the two, only the indices are saved, ``narrow``: in as
+    few bytes as they need."""
     _, *rest = with_defaults(op, (x, *args))
-    return cast(torch.Tensor, _MaxPool.apply(x, op, tuple(rest)))  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, _MaxPool.apply(x, op, narrow, tuple(rest)))  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from fxmem.runtime.compressed_ops import pool_backward, with_defaults
+from fxmem.runtime.compressed_ops import narrowed, pool_backward, with_defaults
 from fxmem.runtime.inplace_ops import no_view
 from fxmem.runtime.layout import Geometry
 from fxmem.torch_patches import in_batched_backward
@@ -152,17 +152,17 @@ class _PoolOfRelu(torch.autograd.Function):
     """The pooling of a ReLU, but for what that does to gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pool: OpOverload, in_place: bool, args: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pool: OpOverload, in_place: bool, narrow: bool, args: tuple[Any, ...]) -> Tensor:
         rectified = aten.relu_.default(x) if in_place else aten.relu.default(x)
         result, indices = pool(rectified, *args)
-        ctx.save_for_backward(indices)
+        ctx.save_for_backward(narrowed(indices, pool, x) if narrow else indices)
         ctx.pool, ctx.args, ctx.geometry = pool, args, Geometry.of(rectified)
         return cast(Tensor, result)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (indices,) = ctx.saved_tensors
-        return pool_backward(ctx.pool, grad, ctx.geometry, ctx.args, indices), None, None, None
+        return pool_backward(ctx.pool, grad, ctx.geometry, ctx.args, indices), None, None, None, None
 
 
 class _Rectified(torch.autograd.Function):
@@ -180,11 +180,12 @@ class _Rectified(torch.autograd.Function):
         return cast(Tensor, aten.threshold_backward.default(grad, result, 0))
 
 
-def relu_max_pool(pool: OpOverload, in_place: bool, x: Tensor, *args: Any) -> Tensor:
+def relu_max_pool(pool: OpOverload, in_place: bool, x: Tensor, *args: Any, narrow: bool = False) -> Tensor:
     """Return the first result of ``pool(relu(x), *args)``, a max pooling with indices; ``x`` is contiguous. Saved are both
-    results of the pooling. ``in_place``: the ReLU is written over ``x``, which nobody reads any more."""
+    results of the pooling, indices, with ``narrow``, in as few bytes as they need. ``in_place``: the ReLU is written over
+    ``x``, which nobody reads any more."""
     _, *rest = with_defaults(pool, (x, *args))
-    result = _PoolOfRelu.apply(x, pool, in_place, tuple(rest))  # type: ignore[no-untyped-call]
+    result = _PoolOfRelu.apply(x, pool, in_place, narrow, tuple(rest))  # type: ignore[no-untyped-call]
     return cast(Tensor, _Rectified.apply(result))  # type: ignore[no-untyped-call]
 
 

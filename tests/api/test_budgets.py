@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fxmem
+from fxmem.planners.registry import AT_BUDGET
 
 
 def net() -> nn.Module:
@@ -88,3 +89,19 @@ def test_what_is_printed_is_short_and_in_units() -> None:
     with fxmem.track(model, x) as memory:
         pass
     assert repr(memory) == "Measurement(peak 38.14 kB, 38.14 kB at the start)"
+
+
+def test_plans_are_searched_for_at_the_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def search(profile: Any, points: Any, budget_bytes: int, *, seconds: float) -> Any:
+        asked.append(budget_bytes)
+        return points
+
+    monkeypatch.setitem(AT_BUDGET, "auto", search)
+    estimate = fxmem.estimate(net(), batch(), cache=False)
+    budget = (estimate.floor_bytes + estimate.peak_bytes) // 2
+    assert asked == []
+    for planner in ("auto", "chen"):
+        fxmem.optimize(net(), batch(), budget=budget, planner=planner, cache=False)
+    assert asked == [budget]

@@ -23,10 +23,13 @@ STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
 }
 
 
-def random_function(seed: int) -> Callable[..., torch.Tensor]:
-    """Return a function of an input and parameters, all of one size, of random steps that read any values before them."""
+def random_function(seed: int, num_steps: tuple[int, int] = (4, 14)) -> Callable[..., torch.Tensor]:
+    """Return a function of an input and parameters, all of one size, of random steps that read any values before them.
+
+    ``num_steps``: how many there are at least and at most.
+    """
     draw = random.Random(seed)
-    steps = [(draw.choice(list(STEPS)), draw.random(), draw.random()) for _ in range(draw.randint(4, 14))]
+    steps = [(draw.choice(list(STEPS)), draw.random(), draw.random()) for _ in range(draw.randint(*num_steps))]
 
     def function(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         values = [x, *weights]

@@ -27,13 +27,34 @@ def run_of(peak: int) -> StepRun:
 
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=NUM_CANDIDATES), st.integers(1, 50), st.integers(0, 50))
 def test_more_bytes_never_cost_more_time_whatever_lowered_plans_take(peaks: list[int], budget: int, more: int) -> None:
-    place, num_lowered = place_of(peaks, budget)
+    place, _ = place_of(peaks, budget)
     above, _ = place_of(peaks, budget + more)
-    assert num_lowered <= 6
     if place is not None:
         assert peaks[place] <= budget
         assert above is not None
         assert above <= place
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=NUM_CANDIDATES))
+def test_the_least_budget_that_is_told_is_not_refused_and_no_lower_one_fits(peaks: list[int]) -> None:
+    least = candidates(len(peaks)).least_bytes(lambda point: run_of(peaks[point.plan.limits[0]]))
+    place, _ = place_of(peaks, least)
+    assert place is not None
+    assert peaks[place] <= least
+    assert place_of(peaks, least - 1)[0] is None
+
+
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=NUM_CANDIDATES), st.integers(1, 50))
+def test_at_most_six_are_lowered_where_one_of_these_fits(peaks: list[int], budget: int) -> None:
+    peaks = sorted(peaks, reverse=True)
+    if budget >= peaks[-1]:
+        assert place_of(peaks, budget)[1] <= 6
+
+
+def test_what_bisecting_misses_is_found() -> None:
+    peaks = [60, *[50] * 17, 45, *[50] * 13]
+    place, _ = place_of(peaks, 45)
+    assert place == 18
 
 
 def test_what_was_lowered_for_one_budget_is_not_lowered_again_for_another() -> None:
@@ -46,7 +67,7 @@ def test_what_was_lowered_for_one_budget_is_not_lowered_again_for_another() -> N
 
     assert [tried.cheapest_within(budget, run) for budget in (32, 26, 3, 26)] == [0, 6, 29, 6]
     assert len(set(lowered)) == len(lowered)
-    assert tried.least_bytes == 2
+    assert tried.least_bytes(run) == 1
 
 
 def test_what_the_planner_knows_not_to_fit_is_not_lowered() -> None:

@@ -17,6 +17,7 @@ from torch._inductor import config as inductor_config
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
 from fxmem.compiled import choice
+from fxmem.compiled.fakerun import _copied_bytes
 from fxmem.compiled.refusals import check_one_graph
 from tests.compiled.models import OPTIONS, Net, batch
 from tests.tiers import representatives
@@ -120,6 +121,14 @@ def test_peak_is_the_predicted_one_and_gradients_are_the_compilers_own(share: fl
     mine = gradients_of(model, compiled, x, y)
     theirs = gradients_of(fresh, torch.compile(fresh), x, y)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_gradient_that_is_not_laid_out_as_its_parameter_is_copied_beside_itself() -> None:
+    parameter, row = torch.empty(8, 4), torch.empty(1, 4)
+    assert _copied_bytes(torch.empty(4, 8).T, parameter) == parameter.nbytes
+    assert _copied_bytes(torch.empty(8, 4), parameter) == 0
+    assert _copied_bytes(torch.empty(4, 1).T, row) == 0
+    assert _copied_bytes(None, parameter) == 0
 
 
 @pytest.mark.slow

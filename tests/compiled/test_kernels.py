@@ -51,3 +51,8 @@ def test_a_mask_of_a_dropout_is_a_byte_for_each_element_that_may_be_kept_or_made
     masks = [s for s in profile.storages if s.nbytes == 1024]
     assert len(masks) == 1
     assert masks[0].recipe is not None
+
+
+def test_a_mask_is_one_where_its_random_numbers_are_drawn_in_another_order_of_dimensions() -> None:
+    profile = profile_for(lambda x, w: F.dropout((x @ w).T, 0.5).relu() @ w)
+    assert [s.nbytes for s in profile.storages].count(1024) == 1

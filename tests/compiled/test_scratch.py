@@ -30,6 +30,13 @@ def test_an_op_that_takes_nothing_inside_counts_nothing() -> None:
     assert scratch.scratch_bytes(aten.relu.default, (torch.empty(64),), {}) == 0
 
 
+def test_a_product_that_is_added_to_what_lies_transposed_copies_that_in_blocks() -> None:
+    a, out = torch.empty(64, 64), torch.empty(64, 64)
+    found = [scratch.scratch_bytes(aten.addmm.out, (c, a, a), {"out": out}) for c in (a, a.T)]
+    assert found[0] == 0
+    assert found[1] > 0
+
+
 def test_random_ops_are_not_run_to_be_measured() -> None:
     before = torch.get_rng_state()
     assert scratch.scratch_bytes(aten.bernoulli.default, (torch.ones(64),), {}) == 0

@@ -9,12 +9,24 @@ from torch import Tensor, nn
 
 import fxmem
 from benchmarks.libraries import import_torchvision
-from fxmem.capture.graph import CaptureGraph
+from fxmem import pipeline
+from fxmem.capture.graph import CaptureGraph, copied, with_graph
 from fxmem.passes.compress_saved import with_forms
 from fxmem.passes.compressed_forms import Request
-from fxmem.passes.lean_backwards import before_pools, convolutions, relus, with_bits, with_pools
+from fxmem.passes.lean_backwards import (
+    before_pools,
+    convolutions,
+    notes_of,
+    pools,
+    relus,
+    with_bits,
+    with_narrow_indices,
+    with_pools,
+)
 from fxmem.planners.simulate import drop_all
 from fxmem.profiling.profile import Profiled
+from fxmem.runtime.compressed_ops import narrowed
+from fxmem.runtime.lean_backwards import relu_max_pool
 from tests.exactness import NUM_PROGRAMS, check, passing, same_bits, tightest
 
 PLANS = (drop_all, passing)
@@ -152,6 +164,72 @@ def test_a_relu_before_a_max_pooling_saves_nothing_of_its_own(name: str, in_plac
     assert num_of(checked, "relu_of_bits") == 0
 
 
+def all_narrow(profiled: Profiled) -> CaptureGraph:
+    graph, _ = with_narrow_indices(profiled, lambda node: True)
+    return graph
+
+
+MORE_POOLS = {**POOLS, "1d": nn.MaxPool1d(3, 2), "3d": nn.MaxPool3d(2, 1)}
+DIMENSIONS = {"1d": 1, "3d": 3}
+
+
+@pytest.mark.parametrize("name", MORE_POOLS)
+@pytest.mark.parametrize("after_relu", [False, True])
+def test_a_max_pooling_saves_its_indices_in_two_bytes(name: str, after_relu: bool) -> None:
+    size = (2, 3, *(7, 8, 6)[: DIMENSIONS.get(name, 2)])
+    x = torch.randn(size)
+    x.flatten()[:3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    op = nn.Sequential(nn.ReLU() if after_relu else nn.Tanh(), MORE_POOLS[name])
+    checked = check(lambda: Between(op, size), x, plans=PLANS, also=all_narrow)
+    ((number, nbytes),) = pools(checked.profiled, lambda node: True).items()
+    call = [node for node in checked.profiled.captured.graph_module.graph.nodes if node.op == "call_function"][number]
+    assert nbytes == 8 * call.meta["val"].numel()
+    lean = all_narrow(checked.profiled)
+    assert [*notes_of(lean)] == ["1 max poolings save their indices in few bytes"]
+
+
+def test_a_relu_and_its_max_pooling_save_two_bytes_an_index() -> None:
+    op = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2))
+
+    def narrow(profiled: Profiled) -> CaptureGraph:
+        pooled = with_pools(profiled.captured, before_pools(profiled, lambda node: True))
+        graph, _ = copied(pooled)
+        for node in graph.nodes:
+            node.kwargs = {"narrow": True} if node.target is relu_max_pool else node.kwargs
+        return with_graph(profiled.captured, graph)
+
+    checked = check(lambda: Between(op, (2, 3, 8, 8)), torch.randn(2, 3, 8, 8), plans=PLANS, also=narrow)
+    assert next(notes_of(narrow(checked.profiled))) == "1 max poolings save their indices in few bytes"
+
+
+@pytest.mark.parametrize(
+    ("plane", "dtype"),
+    [((128, 256), torch.int16), ((256, 256), torch.uint16), ((256, 257), torch.int32)],
+)
+def test_indices_take_as_few_bytes_as_places_in_a_plane_need(plane: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.zeros(1, 1, *plane)
+    x[..., -1, -1] = 1.0
+    pool = torch.ops.aten.max_pool2d_with_indices.default
+    _, indices = pool(x, list(plane))
+    few = narrowed(indices, pool, x)
+    assert (few.dtype, few.to(torch.int64)) == (dtype, indices)
+    assert int(indices) == plane[0] * plane[1] - 1
+
+
+@pytest.mark.exhaustive
+def test_indices_are_cast_where_that_costs_less_than_recomputing() -> None:
+    """On a V100, whose convolutions of many channels take long; with all the memory there is, nothing is cast."""
+    layers: list[nn.Module] = []
+    for before, width in ((3, 64), (64, 128), (128, 256)):
+        layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU(True), nn.Conv2d(width, width, 3, padding=1)]
+        layers += [nn.ReLU(True), nn.MaxPool2d(2)]
+    with torch.device("meta"):
+        model, x = nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 64, 10)).to("meta"), torch.zeros(64, 3, 64, 64)
+    estimate = fxmem.estimate(model, x, optimizer=None, cost="v100")
+    notes = [estimate.report(int(share * estimate.peak_bytes)).notes for share in (0.6, 1.1)]
+    assert [any("few bytes" in note for note in each) for each in notes] == [True, False]
+
+
 def test_a_relu_that_others_read_too_stays_apart_from_the_pooling() -> None:
     def op(x: Tensor) -> Tensor:
         y = F.relu(x)
@@ -242,6 +320,28 @@ def test_a_vgg_trains_in_little_more_than_two_of_its_maps() -> None:
     model(x).sum().backward()
     assert all(same_bits(a, p.grad) for a, p in zip(ours, model.parameters(), strict=True))
     assert any("ReLUs" in note for note in optimized.fxmem.report.notes)
+
+
+@pytest.mark.slow
+def test_where_forms_for_a_budget_do_not_keep_it_those_that_take_least_are_planned(monkeypatch: Any) -> None:
+    """As where CUDA's allocator adds more to a planned peak than to the step as it is."""
+    x = torch.randn(8, 3, 32, 32)
+    estimate = fxmem.estimate(Vgg(), x, optimizer=None)
+    budget, seen, emit = int(0.9 * estimate.peak_bytes), [], pipeline.emit_within_budget
+
+    def refuse_first(profiled: Any, *arguments: Any) -> Any:
+        seen.append(profiled.profile)
+        if len(seen) == 1:
+            raise fxmem.InfeasibleBudgetError(budget, budget + 1, (), "a convolution")
+        return emit(profiled, *arguments)
+
+    monkeypatch.setattr(pipeline, "emit_within_budget", refuse_first)
+    assert fxmem.optimize(Vgg(), x, budget=budget, optimizer=None).fxmem.report.floor_bytes == estimate.floor_bytes
+    assert len(set(map(id, seen))) == 2
+    seen.clear()
+    with pytest.raises(fxmem.InfeasibleBudgetError):
+        fxmem.optimize(Vgg(), x, budget=estimate.floor_bytes, optimizer=None)
+    assert len(seen) == 1, "these are the forms that take least: there are no others"
 
 
 @pytest.mark.slow

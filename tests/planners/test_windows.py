@@ -9,9 +9,9 @@ import pytest
 from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.planners import neighbourhood_search
 from fxmem.planners.ilp import best_limits
-from fxmem.planners.neighbourhood_search import search_neighbourhoods
+from fxmem.planners.neighbourhood_search import search_at, search_neighbourhoods
 from fxmem.planners.pareto import Clock, cheapest_within, judge, pareto
-from fxmem.planners.registry import PLANNERS
+from fxmem.planners.registry import AT_BUDGET, PLANNERS
 from fxmem.planners.simulate import drop_all, keep_all
 from tests.synthetic import hourglass, random_dag, random_limits, residual_blocks
 
@@ -69,6 +69,19 @@ def test_windows_make_plans_cheaper_and_are_judged(profile: GraphProfile) -> Non
     assert at_floor is not None
     assert at_floor.recompute_seconds < 0.9 * points[-1].recompute_seconds
     assert search_neighbourhoods(profile, points, num_windows=6, clock=Clock(60.0)) == found
+
+
+@pytest.mark.parametrize("profile", [residual_blocks(6), hourglass(4)], ids=["blocks", "hourglass"])
+def test_windows_for_one_budget_make_its_plan_cheaper(profile: GraphProfile) -> None:
+    most, least = _ends(profile)
+    budget_bytes = (most.peak_bytes + 3 * least.peak_bytes) // 4
+    found = search_at(profile, (most, least), budget_bytes, num_windows=12, clock=Clock(60.0))
+    point = cheapest_within(found, budget_bytes)
+    assert point is not None
+    assert point.recompute_seconds < 0.9 * least.recompute_seconds
+    assert judge(profile, point.plan.planner, point.plan.limits) == point
+    assert AT_BUDGET["auto"](profile, (most, least), least.peak_bytes - 1, seconds=60.0) == (most, least)
+    assert AT_BUDGET["auto"](profile, (most, least), most.peak_bytes, seconds=60.0) == (most, least)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from benchmarks.cuda_cases import CASES
 from benchmarks.cuda_memory import step_of
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
-from fxmem.devices import device_named
+from fxmem.devices import device_named, rounded
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
 from fxmem.profiling.allocator_state import AllocatorPeaks
@@ -179,9 +179,41 @@ def test_an_attention_s_product_is_gone_before_its_accumulators_are_there() -> N
     arguments["grad_out_"] = TensorRecord((2, 4, 64, 32), (64 * 4 * 32, 32, 4 * 32, 1), "float32")
     scratch = scratch_of("_scaled_dot_product_efficient_attention_backward", arguments, device_named("h100-80gb"))
     assert (scratch.blocks, scratch.whole) == ((2 * 4 * 64 * 4,), ())
-    product, accumulators = scratch.phases
+    product, (accumulators,) = scratch.between, scratch.phases
     assert product == (2 * 4 * 64 * 32 * 4, 2 * 4 * 64 * 4)
     assert scratch.transient_bytes == scratch.blocks[0] + max(sum(product), sum(accumulators))
+
+
+def test_an_attention_s_product_is_made_before_the_row_sums_of_it() -> None:
+    """In the order in which PyTorch's host code asks the allocator."""
+
+    def call() -> Any:
+        x, sums = on_gpu(2, 4, 64, 64), on_gpu(2, 4, 64)
+        seed = torch.ones((), dtype=torch.long)
+        backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        return backward(x, x, x, x, None, x, sums, seed, seed, 0.0, [True, True, True, False])
+
+    image, sums, accumulators = 2 * 4 * 64 * 64 * 4, 2 * 4 * 64 * 4, 2 * 4 * (16 + 4 * 64 * 64)
+    assert allocated_by(call)[2:] == [*4 * (image,), image, sums, sums, rounded(accumulators)]
+
+
+def test_a_convolution_s_bias_gradient_is_made_when_the_copy_of_the_gradient_is_gone() -> None:
+    """In the order in which PyTorch's host code asks the allocator: a copy that is counted smaller, to make up for the
+    bias's gradient, is put into another block."""
+    log, gpu = StepLog(), device_named("h100-80gb")
+    with standing_in(gpu), FakeWorld((), "cuda", moved=True).active():
+        x, weight = on_gpu(2, 32, 16, 16), on_gpu(32, 32, 3, 3)
+        gradient = on_gpu(2, 17 * 16, 32)[:, :256].transpose(1, 2).reshape(2, 32, 16, 16)
+        with StorageTracker(log.note, memory=DeviceMemory(gpu)):
+            geometry = ([32], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+            held = torch.ops.aten.convolution_backward(gradient, x, weight, *geometry, [False, True, True])
+        del held
+    step = [event for event in log.events(()).step if event[0] == "free" or event[2]]
+    copied, weight_s, gone, bias_s = step[:4]
+    assert (copied[0], copied[2]) == ("alloc", x.nbytes)
+    assert (weight_s[0], weight_s[2]) == ("alloc", weight.nbytes)
+    assert gone[:2] == ("free", copied[1])
+    assert (bias_s[0], bias_s[2]) == ("alloc", 512)
 
 
 def test_bags_are_counted_before_they_are_made() -> None:

@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import ablation, ablation_runtime, compare, cuda_suite, first_gpu, models, published, verdicts
+from benchmarks import (
+    ablation,
+    ablation_runtime,
+    compare,
+    compiled_budgets,
+    cuda_suite,
+    first_gpu,
+    models,
+    published,
+    verdicts,
+)
 from benchmarks.keeping_seconds import keeping_seconds
 from benchmarks.measure import Row, largest_relative_error, measure, quartiles
 from benchmarks.results_file import RESULTS, load_rows, save_rows
@@ -266,3 +276,13 @@ def test_a_convolutions_backward_takes_as_long_in_two_parts() -> None:
     assert split is not captured
     whole, parts = (keeping_seconds(graph, inputs, torch.sum, hardware) for graph in (captured, split))
     assert parts == pytest.approx(whole, rel=1e-3)
+
+
+def test_budgets_of_compiled_steps_are_judged_model_by_model() -> None:
+    def row(model: str, budget: int | None, measured: int, ratio: float, error: float = 0.0) -> compiled_budgets.Row:
+        return compiled_budgets.Row(model, budget, 90, measured, ratio, 0, error)
+
+    first = [row("a", None, 90, 1.0), row("a", 95, 90, 1.2), row("a", 92, 100, 1.1, 0.5)]
+    verdict = compiled_budgets.Verdict.of([*first, row("b", None, 90, 1.0)])
+    assert (verdict.num_budgets, verdict.exceeded, verdict.not_bitwise, verdict.falling) == (2, 1, 1, 1)
+    assert (verdict.apart, verdict.largest_error) == (pytest.approx(0.1), 0.5)
