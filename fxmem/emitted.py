@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from fxmem.capture.joint_steps import runtime_for
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Timeline, Verification
 from fxmem.passes.context import CompileContext, Settings
@@ -22,7 +23,7 @@ from fxmem.planners.plan_check import check_plan
 from fxmem.planners.plan_transfer import Planned, counterparts, of_same_graph, taken_over
 from fxmem.planners.policy import constrain, enforce
 from fxmem.planners.simulate import keep_all, simulate
-from fxmem.profiling.allocator_state import AllocatorPeaks
+from fxmem.profiling.allocator_state import MOST_UNSPLIT_BYTES, AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_times_like
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.training_step import ONCE
@@ -30,6 +31,8 @@ from fxmem.profiling.verify import FakeStep, emitted_step, verify
 from fxmem.progress import stage
 from fxmem.report.peak import place_of
 
+SLACK = 0.003
+"""Of a budget: what programs took on the emulated H100 beyond the plan was at most .0024 in 132 steps of 22 models."""
 MOST_TRIED = 6
 """Points that are emitted where the least of a loop is looked for."""
 
@@ -87,6 +90,25 @@ def emit_within_budget(profiled: Profiled, context: CompileContext, points: tupl
 
 
 def emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
+    """Emit the cheapest point that keeps the budget, and where steps may run as programs one that leaves them their slack,
+    if there is one; None if none keeps the budget."""
+    budget_bytes = context.settings.budget_bytes
+    runs = runtime_for(context.settings.runtime, context.settings.budget_of, profiled.devices)
+    if budget_bytes is not None and is_on_cuda(profiled) and runs == "program":
+        roomy = context.with_settings(budget_bytes=budget_bytes - slack_of(budget_bytes))
+        emitted = _emit_cheapest(profiled, roomy, points)
+        if emitted is not None:
+            return emitted
+    return _emit_cheapest(profiled, context, points)
+
+
+def slack_of(budget_bytes: int) -> int:
+    """Return how many bytes of a budget programs need free on CUDA: they ask the allocator for no more than was planned,
+    but it may serve them from other blocks."""
+    return max(MOST_UNSPLIT_BYTES, int(SLACK * budget_bytes))
+
+
+def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
     """Where what the budget bounds exceeds it though the planned peak did not, take a point that much lower."""
     budget_bytes = context.settings.budget_bytes
     if budget_bytes is not None and context.step.loop != ONCE:

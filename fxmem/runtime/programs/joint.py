@@ -131,7 +131,7 @@ class JointSteps:
         if self._excess_bytes > 0:
             return f"tape: as a program its peak would be {self._excess_bytes} bytes above the plan's"
         if self._recording is None and (self._room_bytes or 0) < 0:
-            return "tape: the budget has no room for copies of the buffers that a step writes, to write one down"
+            return "tape: the budget has no room for what a program may take beside its plan, or to write one down"
         return "tape: no step has been written down yet" if self._recording is None else "program"
 
     def _tell(self) -> None:
