@@ -8,12 +8,7 @@ from benchmarks import frameworks
 from benchmarks.frameworks import PATH, FrameworkRow
 
 TOLD = ("above the budget", "counts in no budget", "comes on top of the budget")
-NOT_FOLLOWED = {
-    "sentence-transformers: fit, optimized as a whole",
-    "ultralytics: YOLO, model(batch) as its trainer calls it",
-    "ultralytics: DetectionTrainer.train, a callback optimizes",
-    "snntorch: Leaky neurons, 10 steps of time",
-}
+NOT_FOLLOWED = {"snntorch: Leaky neurons, 10 steps of time"}
 """Refused loops that do not train as the table has them: not run since they may, or their remedy does not work."""
 
 
