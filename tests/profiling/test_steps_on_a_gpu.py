@@ -23,6 +23,7 @@ from benchmarks.cuda_memory import step_of
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
 from fxmem.devices import device_named, rounded
+from fxmem.emitted import slack_of
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
 from fxmem.profiling.allocator_state import AllocatorPeaks
@@ -262,6 +263,21 @@ def test_the_floor_that_an_estimate_names_can_be_kept_and_no_less(budget_of: str
     with pytest.raises(fxmem.InfeasibleBudgetError) as refused:
         fxmem.optimize(model, x, plan_for="h100", budget=estimate.floor_bytes // 2, **options)
     fxmem.optimize(model, x, plan_for="h100", budget=refused.value.least_bytes, **options)
+
+
+def test_plans_leave_slack_to_programs_where_a_budget_has_it() -> None:
+    model, x, options = blocks(), torch.randn(4096, 256), {"optimizer": "sgd", "planner": "chen"}
+    estimate = fxmem.estimate(model, x, device="cuda:h100", **options)
+
+    def allocated_bytes(budget: int, runtime: str) -> int:
+        report = fxmem.optimize(model, x, budget=budget, runtime=runtime, plan_for="h100", **options).fxmem.report
+        assert report.cuda is not None
+        return report.cuda.allocated_bytes
+
+    tight = allocated_bytes((estimate.floor_bytes + estimate.bound_bytes) // 2, "tape")
+    assert allocated_bytes(tight, "tape") == tight
+    assert allocated_bytes(tight, "program") <= tight - slack_of(tight)
+    assert allocated_bytes(estimate.floor_bytes, "program") <= estimate.floor_bytes
 
 
 def test_gradients_of_earlier_micro_batches_are_there_in_every_step() -> None:
