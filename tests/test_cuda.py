@@ -16,6 +16,7 @@ import fxmem
 from benchmarks import cuda_calls
 from fxmem.capture.export import _check_recurrent, capture
 from fxmem.capture.graph import Inputs
+from fxmem.emitted import slack_of
 from fxmem.profiling.training_step import run_step
 
 MIB = 1 << 20
@@ -124,13 +125,15 @@ def gradients_after(candidate: nn.Module, model: nn.Module, x: torch.Tensor) -> 
 @pytest.mark.cuda
 @pytest.mark.parametrize("runtime", ["tape", "auto"])
 def test_a_model_trains_on_cuda_inside_its_budget(present_bytes: int, runtime: str) -> None:
-    """On the tape its peak is the one planned; as a program, the default, it lets go of some values earlier."""
+    """On the tape its peak is the one planned; as a program, the default, it lets go of some values earlier, and needs some
+    slack."""
     model, x = (
         dropped_out(512, 8),
         torch.randn(16384, 512, device="cuda"),
     )  # an activation has 32 MiB, parameters 8 in all
     floor = fxmem.optimize(model, x, optimizer=None, plan_seconds=1).report.floor_bytes
-    optimized = fxmem.optimize(model, x, budget=floor, optimizer=None, plan_seconds=1, runtime=runtime)
+    budget = floor if runtime == "tape" else floor + slack_of(2 * floor)
+    optimized = fxmem.optimize(model, x, budget=budget, optimizer=None, plan_seconds=1, runtime=runtime)
     peaks = []
     for candidate in (model, optimized, model, optimized):  # the first step makes the workspaces
         for p in model.parameters():
@@ -141,7 +144,7 @@ def test_a_model_trains_on_cuda_inside_its_budget(present_bytes: int, runtime: s
     assert abs(peaks[2] - optimized.report.eager_peak_bytes) < MIB
     if runtime == "tape":
         assert abs(peaks[3] - optimized.report.predicted_peak_bytes) < MIB
-    assert peaks[3] <= floor < peaks[2]
+    assert peaks[3] <= budget < peaks[2]
     assert optimized.fxmem.runtime == ("tape" if runtime == "tape" else "program")
 
 
