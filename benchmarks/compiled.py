@@ -355,6 +355,13 @@ def told() -> str:
     )
 
 
+def on_one_thread() -> None:
+    """Compute on one thread, without warnings, and let as many ways be compiled as there are."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = MOST_WAYS
+
+
 def main() -> None:
     known = cases()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -362,9 +369,7 @@ def main() -> None:
     parser.add_argument("--ways", default="torch,fxmem", help="beginnings of names, beside torch 1")
     parser.add_argument("--seconds", type=float, default=20.0, help="of timed steps for each model")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = MOST_WAYS
+    on_one_thread()
     before = json.loads(PATH.read_text(encoding="utf-8"))["rows"] if PATH.exists() else []
     done = [Row(**row) for row in before]
     for name in options.models.split(","):

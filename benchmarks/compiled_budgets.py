@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -22,7 +21,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxmem
-from benchmarks.compiled import MOST_WAYS, SEED, Racer, cases, options_of, told_of_its_loss
+from benchmarks.compiled import SEED, Racer, cases, on_one_thread, options_of, told_of_its_loss
 from benchmarks.measure import largest_relative_error
 from benchmarks.models import BenchModel
 from benchmarks.results_file import RESULTS, machine
@@ -176,9 +175,7 @@ def main() -> None:
     parser.add_argument("--functions", type=int, default=FUNCTIONS, help="random functions")
     parser.add_argument("--budgets", type=int, default=BUDGETS, help="of each model")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = MOST_WAYS
+    on_one_thread()
     rows = [Row(**r) for r in json.loads(PATH.read_text(encoding="utf-8"))["rows"]] if PATH.exists() else []
     todo = [(random_bench(seed), BUDGETS_OF_A_FUNCTION) for seed in range(options.functions)]
     todo += [(known[name].bench, options.budgets) for name in options.models.split(",") if name]

@@ -92,14 +92,22 @@ def emit_within_budget(profiled: Profiled, context: CompileContext, points: tupl
 def emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
     """Emit the cheapest point that keeps the budget, and where steps may run as programs one that leaves them their slack,
     if there is one; None if none keeps the budget."""
-    budget_bytes = context.settings.budget_bytes
-    runs = runtime_for(context.settings.runtime, context.settings.budget_of, profiled.devices)
-    if budget_bytes is not None and is_on_cuda(profiled) and runs == "program":
-        roomy = context.with_settings(budget_bytes=budget_bytes - slack_of(budget_bytes))
+    settings = context.settings
+    slack_bytes = _slack_for(profiled, settings)
+    if settings.budget_bytes is not None and slack_bytes:
+        roomy = context.with_settings(budget_bytes=settings.budget_bytes - slack_bytes)
         emitted = _emit_cheapest(profiled, roomy, points)
         if emitted is not None:
             return emitted
     return _emit_cheapest(profiled, context, points)
+
+
+def _slack_for(profiled: Profiled, settings: Settings) -> int:
+    """Return what the budget leaves to programs; 0 where steps run on the tape, and where there is no budget."""
+    if settings.budget_bytes is None or not is_on_cuda(profiled):
+        return 0
+    runs = runtime_for(settings.runtime, settings.budget_of, profiled.devices)
+    return slack_of(settings.budget_bytes) if runs == "program" else 0
 
 
 def slack_of(budget_bytes: int) -> int:
@@ -173,15 +181,13 @@ def bound_bytes(peak_bytes: int, cuda: AllocatorPeaks | None, settings: Settings
 
 def with_budget(context: CompileContext, eager: FakeStep, profiled: Profiled) -> CompileContext:
     """Return ``context`` with its budget in bytes, where that is a share of what it bounds of eager's step; on CUDA, with
-    what the allocator adds to that step's peak."""
-    settings = context.settings
+    what the allocator adds to that step's peak, and what is left to programs."""
+    share, settings = context.settings.budget_share, context.settings
     bound = bound_bytes(eager.peak_bytes, eager.events.peaks() if is_on_cuda(profiled) else None, settings)
-    context = context.with_settings(beside_bytes=max(0, bound - eager.peak_bytes))
-    return (
-        context
-        if settings.budget_share is None
-        else context.with_settings(budget_bytes=int(settings.budget_share * bound))
-    )
+    if share is not None:
+        context = context.with_settings(budget_bytes=int(share * bound))
+    beside_bytes = max(0, bound - eager.peak_bytes) + _slack_for(profiled, context.settings)
+    return context.with_settings(beside_bytes=beside_bytes)
 
 
 def stepped_in_backward(profiled: Profiled, context: CompileContext, emitted: Emitted) -> tuple[ChoiceMade, ...]:

@@ -114,7 +114,7 @@ class LoopPlans:
             watch.stop()
         compiled = self.for_call(inputs, autocast)
         output, leaves = self._latest.run(compiled, inputs, autocast, call, self._held_bytes)
-        if isinstance(compiled.captured, CaptureGraph):
+        if compiled.captured.effects:
             leaves = compiled.captured.returned(call, leaves)
         self._note(compiled, inputs, leaves)
         return output

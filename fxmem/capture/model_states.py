@@ -123,6 +123,7 @@ class ModelStates:
 
 Left = defaultdict[int, set[Any]]
 """By the id of a dict, of attributes perhaps, the keys under which graphs leave something."""
+NOTHING_LEFT: Left = defaultdict(set)
 
 
 def _items(holder: dict[Any, Any], left: Left) -> Iterable[tuple[Any, Any]]:
@@ -248,7 +249,7 @@ def _is_record(value: Any, seen: set[int] | None = None) -> bool:
     """
     if isinstance(value, (*VALUES, *CONTAINERS, type, torch.Tensor, torch.nn.Module)):
         return False
-    fields, seen = _fields(value), {id(value)} if seen is None else seen
+    fields, seen = _fields(value, NOTHING_LEFT), {id(value)} if seen is None else seen
     return bool(fields) and all(_is_plain(part, seen) for part in fields.values())
 
 
@@ -262,9 +263,9 @@ def _is_plain(value: Any, seen: set[int]) -> bool:
     return _is_record(value, seen)
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots included."""
-    return _slots(value) | (getattr(value, "__dict__", None) or {})
+def _fields(value: Any, left: Left) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots included, but for what graphs leave there."""
+    return _slots(value) | dict(_items(getattr(value, "__dict__", None) or {}, left))
 
 
 def _slots(value: Any) -> dict[str, Any]:
@@ -340,7 +341,7 @@ def _contents_signature(value: Any, own: frozenset[int], known: dict[int, Any], 
         return (type(value), frozenset(parts) if isinstance(value, set | frozenset) else tuple(parts))
     if _is_record(value):
         # In order of names: an attribute taken away for a while and put back comes last.
-        kept = _slots(value) | dict(_items(getattr(value, "__dict__", None) or {}, left))
-        fields = tuple([(name, _value_signature(part, own, known, left)) for name, part in sorted(kept.items())])
+        kept = sorted(_fields(value, left).items())
+        fields = tuple([(name, _value_signature(part, own, known, left)) for name, part in kept])
         return (type(value), _Same(value) if callable(value) else 0, fields)
     return _Same(value)

@@ -26,10 +26,7 @@ from typing import Any
 import torch
 
 from fxmem.fake.generators import GeneratorStates, default_generators
-from fxmem.torch_private import (
-    OpOverload,
-    version_of,
-)
+from fxmem.torch_private import OpOverload, version_of
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 """Types of values that are compared as values."""

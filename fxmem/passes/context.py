@@ -59,7 +59,8 @@ class Settings:
     runtime: str = "auto"
     """One of :data:`fxmem.capture.joint_steps.RUNTIMES`."""
     beside_bytes: int = 0
-    """What the budget is to hold beside a planned peak, as far as the step as it is tells: CUDA's allocator adds to it."""
+    """What the budget is to hold beside a planned peak, as far as the step as it is tells: CUDA's allocator adds to it, and
+    programs need some slack."""
 
     @property
     def plan_bytes(self) -> int | None:

@@ -344,7 +344,8 @@ def with_narrow_indices(profiled: Profiled, is_free: IsFree) -> tuple[CaptureGra
     for node in graph.nodes:
         if op_of(node.target) in POOLS and node.name not in others:  # in one dimension, a part of the call
             node.kwargs = {"narrow": True}
-    return with_graph(profiled.captured, graph), sum(found.values()) * 5 // 4
+    moved_bytes = sum(nbytes + nbytes // 4 for nbytes in found.values())  # eight bytes are read, two are written
+    return with_graph(profiled.captured, graph), moved_bytes
 
 
 def notes_of(captured: CaptureGraph) -> Iterator[str]:

@@ -169,7 +169,8 @@ class SeenLoss:
         changes = changed_sizes((each.size, tuple(env[each.number].shape)) for each in self.given)
         env |= dict(zip(self.target_values, targets, strict=True))
         device = next(value.device for value in env.values())
-        env |= {number: like.blank(device) for number, like in self.written}
+        for number, like in self.written:
+            env[number] = like.resized(changes).blank(device)
         kept, last_reads = {self.loss, *self.named, *self.perhaps_named}, self._last_reads()
         for index, call in enumerate(self.calls):
             call.run(env, changes)

@@ -35,6 +35,11 @@ class Like:
         """Return a tensor like it, with anything in it."""
         return torch.empty(self.size, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
+    def resized(self, changes: dict[int, int]) -> Like:
+        """Return what it is like where dimensions of the inputs have changed."""
+        size = tuple(changes.get(n, n) if i else resized(n, changes) for i, n in enumerate(self.size))
+        return replace(self, size=size)
+
 
 Sizes = tuple[tuple[int, ...] | None, ...]
 """Of the leaves of a call's inputs; None for those that are no tensors."""
@@ -74,7 +79,7 @@ class Targets:
         """Return them for a call with these leaves."""
         now = self.seen_with(inputs)
         changes = changed_sizes(zip(now.inputs or (), sizes_of(inputs), strict=False))
-        sizes = (replace(t, size=_resized(t.size, changes)) if isinstance(t, Like) else t for t in now.leaves)
+        sizes = (t.resized(changes) if isinstance(t, Like) else t for t in now.leaves)
         return replace(now, leaves=tuple(sizes), inputs=None).seen_with(inputs)
 
     def blank(self, beside: Sequence[Any]) -> list[Any]:
@@ -109,8 +114,3 @@ def resized(length: int, changes: dict[int, int]) -> int:
         if one > 1 and length % one == 0:
             return length // one * other
     return length
-
-
-def _resized(size: tuple[int, ...], changes: dict[int, int]) -> tuple[int, ...]:
-    """Return ``size`` where dimensions of the inputs have changed."""
-    return tuple(changes.get(n, n) if i else resized(n, changes) for i, n in enumerate(size))

@@ -204,14 +204,21 @@ def test_no_bit_changes() -> None:
 
 
 @pytest.mark.slow
-def test_sizes_that_the_loss_names_follow_the_batch() -> None:
+def items_of_each_row(output: Tensor, y: Tensor) -> Tensor:
+    losses = torch.zeros(len(y))
+    losses[:] = F.cross_entropy(output, y, reduction="none")
+    return losses.mean()
+
+
+@pytest.mark.parametrize("loss_of", [F.cross_entropy, items_of_each_row])
+def test_sizes_that_the_loss_names_follow_the_batch(loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
     model, optimizer = made()
     sizes = iter((64, 48, 32, 64))
 
     def step(model: nn.Module) -> None:
         rows = next(sizes)
         output = model(X[:rows])
-        loss = F.cross_entropy(output.view(rows, CLASSES), Y[:rows])
+        loss = loss_of(output.view(rows, CLASSES), Y[:rows])
         loss.backward()
 
     peaks, said = steps(model, optimizer, step, 4)
