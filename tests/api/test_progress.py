@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -156,7 +156,15 @@ def usual_seconds() -> float:
     return time.perf_counter() - start
 
 
-@pytest.mark.usefixtures("planned_anew")
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT interrupts: of a process that a shell began in the background it is ignored."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
+@pytest.mark.usefixtures("planned_anew", "interruptible")
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95])
 def test_an_interrupt_leaves_model_and_process_as_they_were(share: float) -> None:
     x, model, seconds = torch.randn(64, 32), build(), usual_seconds()
@@ -174,6 +182,7 @@ def test_an_interrupt_leaves_model_and_process_as_they_were(share: float) -> Non
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_takes_effect_at_once() -> None:
     pressed = []
 
