@@ -14,7 +14,6 @@ from fxmem.capture.graph import CaptureGraph, copied, with_graph
 from fxmem.passes.compress_saved import with_forms
 from fxmem.passes.compressed_forms import Request
 from fxmem.passes.lean_backwards import (
-    PLAN_SECONDS,
     before_pools,
     convolutions,
     notes_of,
@@ -24,8 +23,6 @@ from fxmem.passes.lean_backwards import (
     with_narrow_indices,
     with_pools,
 )
-from fxmem.planners import chen
-from fxmem.planners.registry import PLANNERS
 from fxmem.planners.simulate import drop_all
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.compressed_ops import narrowed
@@ -231,20 +228,6 @@ def test_indices_are_cast_where_that_costs_less_than_recomputing() -> None:
     estimate = fxmem.estimate(model, x, optimizer=None, cost="v100")
     notes = [estimate.report(int(share * estimate.peak_bytes)).notes for share in (0.6, 1.1)]
     assert [any("few bytes" in note for note in each) for each in notes] == [True, False]
-
-
-@pytest.mark.usefixtures("planned_anew")
-def test_no_graph_is_planned_for_quickly_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[tuple[Any, float]] = []
-
-    def planner(profile: Any, *, seconds: float) -> Any:
-        planned.append((profile, seconds))
-        return chen.frontier(profile, seconds=seconds)
-
-    monkeypatch.setitem(PLANNERS, "auto", planner)
-    fxmem.optimize(Vgg(), torch.randn(8, 3, 32, 32), budget="85%", optimizer=None, cache=False)
-    quick = [id(profile) for profile, seconds in planned if seconds == PLAN_SECONDS]
-    assert len(quick) == len(set(quick)) > 1
 
 
 def test_a_relu_that_others_read_too_stays_apart_from_the_pooling() -> None:
