@@ -25,6 +25,7 @@ from fxmem.capture.graph import Inputs
 from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import profile_for_short_memory
+from fxmem.planners.incremental import Bases
 from fxmem.planners.pareto import Clock, cheapest_within
 from fxmem.planners.portfolio import STAGES, Points, Stage, frontier
 from fxmem.profiling.roofline import PRESETS
@@ -128,9 +129,9 @@ def _without(left_out: str) -> Mapping[str, Stage]:
 
 
 def _timed(stage: Stage, name: str, seconds: dict[str, float]) -> Stage:
-    def run(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+    def run(profile: GraphProfile, points: Points, clock: Clock, bases: Bases) -> Points:
         start = time.thread_time()
-        found = stage(profile, points, clock)
+        found = stage(profile, points, clock, bases)
         seconds[name] = time.thread_time() - start
         return found
 

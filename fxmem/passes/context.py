@@ -13,6 +13,7 @@ from fxmem.capture.dynamic_batch import without_values
 from fxmem.capture.graph import CaptureGraph, Inputs, device_of
 from fxmem.capture.joint_steps import joint_steps
 from fxmem.fake.stand_in import original_of
+from fxmem.ir import FrontierPoint
 from fxmem.passes.choices import DEFAULT
 from fxmem.planners.policy import Rule
 from fxmem.profiling.allocator_state import AllocatorState, allocator_state
@@ -91,6 +92,8 @@ class CompileContext:
     base: Profiled | None = None
     """A profile of another size of the same model."""
     _profiles: dict[int, Profiled] = field(default_factory=dict, repr=False)
+    quick_points: dict[int, tuple[FrontierPoint, ...]] = field(default_factory=dict, repr=False)
+    """What a planner found quickly, by the id of a profiled graph of this context."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", self.settings.seen_with(self.inputs.leaves))

@@ -93,14 +93,14 @@ def _with_bits_at_peaks(best: CaptureGraph, context: CompileContext, is_free: Is
     """Return the graph with ReLUs that save bits, until a plan keeps the budget or the peak falls no more."""
     if not relus(context.profile_of(best), is_free):
         return best
-    least = _Least.of(context.profile_of(best), context.settings)
+    least = _Least.of(context.profile_of(best), context)
     for _ in range(MOST_ROUNDS):
         profiled = context.profile_of(best)
         names = at_peak(profiled, relus(profiled, is_free), least)
         if not names or least.plan_bytes <= (context.settings.plan_bytes or 0):
             break
         other = with_bits(best, names)
-        now = _Least.of(context.profile_of(other), context.settings)
+        now = _Least.of(context.profile_of(other), context)
         if not now.is_below(least):
             break
         best, least = other, now
@@ -119,8 +119,8 @@ class _Least:
     """What every plan holds at some time."""
 
     @staticmethod
-    def of(profiled: Profiled, settings: Settings) -> _Least:
-        least = min(_quick_points(profiled, settings), key=lambda point: point.peak_bytes)
+    def of(profiled: Profiled, context: CompileContext) -> _Least:
+        least = min(_quick_points(profiled, context), key=lambda point: point.peak_bytes)
         timeline = simulate(profiled.profile, least.plan)
         return _Least(timeline.peak_bytes, timeline.peak_step, int(_held(profiled).max(initial=0)))
 
@@ -128,14 +128,18 @@ class _Least:
         return self.plan_bytes < other.plan_bytes or self.held_bytes < other.held_bytes
 
 
-def _quick_points(profiled: Profiled, settings: Settings) -> tuple[FrontierPoint, ...]:
-    """Return a Pareto set that the user's planner finds quickly."""
-    profile, planner = profiled.profile, settings.planner
+def _quick_points(profiled: Profiled, context: CompileContext) -> tuple[FrontierPoint, ...]:
+    """Return a Pareto set that the user's planner finds quickly; it is looked for once."""
+    profile, settings = profiled.profile, context.settings
+    planner = settings.planner
 
     def find() -> tuple[FrontierPoint, ...]:
         return PLANNERS[planner](profile, seconds=PLAN_SECONDS)
 
-    return frontier_cache.kept(profile, planner, PLAN_SECONDS, find) if settings.cache else find()
+    if id(profile) not in context.quick_points:
+        kept = frontier_cache.kept(profile, planner, PLAN_SECONDS, find) if settings.cache else find()
+        context.quick_points[id(profile)] = kept
+    return context.quick_points[id(profile)]
 
 
 def _cheaper(graph: CaptureGraph, other: CaptureGraph, cast_bytes: int, context: CompileContext) -> CaptureGraph:
@@ -143,18 +147,18 @@ def _cheaper(graph: CaptureGraph, other: CaptureGraph, cast_bytes: int, context:
     budget takes less time so, as far as bounds tell; where neither keeps it, the one that takes less memory."""
     if other is graph:
         return graph
-    settings, profiles = context.settings, [context.profile_of(each) for each in (graph, other)]
-    own, narrow = (_least_seconds(each, settings) for each in profiles)
+    profiles = [context.profile_of(each) for each in (graph, other)]
+    own, narrow = (_least_seconds(each, context) for each in profiles)
     if min(own, narrow) < math.inf:
         return other if narrow + 2 * context.hardware.seconds(0, cast_bytes) < own else graph
-    own_least, other_least = (_Least.of(each, settings) for each in profiles)
+    own_least, other_least = (_Least.of(each, context) for each in profiles)
     return other if other_least.is_below(own_least) else graph
 
 
-def _least_seconds(profiled: Profiled, settings: Settings) -> float:
+def _least_seconds(profiled: Profiled, context: CompileContext) -> float:
     """Return seconds below which no plan within the budget recomputes; infinite where none is found quickly."""
-    budget_bytes = settings.plan_bytes
-    if budget_bytes is None or (point := cheapest_within(_quick_points(profiled, settings), budget_bytes)) is None:
+    budget_bytes = context.settings.plan_bytes
+    if budget_bytes is None or (point := cheapest_within(_quick_points(profiled, context), budget_bytes)) is None:
         return math.inf
     return lower_bound(profiled.profile, budget_bytes, point.recompute_seconds)
 

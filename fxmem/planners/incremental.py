@@ -92,13 +92,16 @@ class Base:
 
 
 class Bases:
-    """Bases by limits, the latest few of them."""
+    """Bases by limits, the latest few of them, and what else searches through one profile's plans have found out."""
 
     def __init__(self, tables: Tables, most: int | None = None) -> None:
         """``most``: how many; by default as many as ``MOST_BYTES`` hold."""
         self.tables = tables
         self._bases: dict[Limits, Base] = {}
         self._most = most or max(4, MOST_BYTES // (12 * NUM_MARKS * (len(tables.nbytes) + 1)))
+        self._peak_ticks: dict[Limits, int] = {}
+        self.judged: set[Limits] = set()
+        """Plans tried so far: all that these brought is in a front at least as good as the one they were tried for."""
 
     def of(self, limits: Limits) -> Base:
         """Return a base near enough to ``limits``; its own, unless another was lent."""
@@ -106,8 +109,15 @@ class Bases:
             self._put(limits, Base(self.tables, limits))
         return self._bases[limits]
 
-    def lend(self, limits: Limits, base: Base) -> None:
-        """Let ``limits`` use the base of others, if it is near."""
+    def peak_tick(self, limits: Limits) -> int:
+        """Return the tick of the peak under ``limits``."""
+        if limits not in self._peak_ticks:
+            self._peak_ticks[limits] = self.of(limits).run.peak_tick
+        return self._peak_ticks[limits]
+
+    def lend(self, limits: Limits, base: Base, peak_tick: int) -> None:
+        """Let ``limits``, whose peak is at ``peak_tick``, use the base of others, if it is near."""
+        self._peak_ticks[limits] = peak_tick
         if sum(map(ne, limits, base.limits)) <= MOST_CHANGES:
             self._put(limits, base)
 

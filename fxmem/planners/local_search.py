@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations, zip_longest
 
 from fxmem.ir import KEEP, FrontierPoint, GraphProfile, Plan
-from fxmem.planners.incremental import Base, Bases
+from fxmem.planners.incremental import Bases
 from fxmem.planners.pareto import Clock, Front, Limits, live, pareto
 from fxmem.planners.simulate import NO_RECIPE, Tables, tables_of
 
@@ -23,12 +23,21 @@ FEWEST_MOVES, MOST_MOVES = 1, 12
 
 
 def improve(
-    profile: GraphProfile, points: Iterable[FrontierPoint], *, num_trials: int, clock: Clock
+    profile: GraphProfile,
+    points: Iterable[FrontierPoint],
+    *,
+    num_trials: int,
+    clock: Clock,
+    bases: Bases | None = None,
 ) -> tuple[FrontierPoint, ...]:
-    """Return the Pareto set of ``points`` and of what at most ``num_trials`` simulated moves from them find."""
+    """Return the Pareto set of ``points`` and of what at most ``num_trials`` moves from them find.
+
+    ``bases``: of earlier searches, whose results ``points`` are at least as good as. What these tried is not run again.
+    """
     front = pareto(points)
-    search = _Search(tables_of(profile))
-    for point in evenly(front, max(MOST_MOVES, num_trials)):
+    beginning = evenly(front, max(MOST_MOVES, num_trials))
+    search = _Search(bases or Bases(tables_of(profile)), is_whole=len(beginning) == len(front))
+    for point in beginning:
         search.join(point.peak_bytes, point.recompute_seconds, point.plan.limits)
     search.walk(num_trials, clock)
     found = (FrontierPoint(Plan("local search", limits), peak, cost) for peak, cost, limits in search.front.rows)
@@ -42,8 +51,10 @@ def evenly(points: Sequence[FrontierPoint], count: int) -> list[FrontierPoint]:
 
 
 class _Search:
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
+    def __init__(self, bases: Bases, *, is_whole: bool) -> None:
+        """``is_whole``: no known point is left out, so that a plan tried before brings nothing."""
+        self.bases, self.is_whole = bases, is_whole
+        self.tables = tables = bases.tables
         self.last = len(tables.inputs) - 1
         self.created, self.ended = _lifetimes(tables)
         self.reached = reached_positions(tables)
@@ -53,11 +64,10 @@ class _Search:
             if p != NO_RECIPE and tables.nbytes[s]
         ]
         self.front = Front()
-        self.bases = Bases(tables)
         self.moves: dict[Limits, Iterator[Limits]] = {}
         self.seen: set[Limits] = set()
 
-    def join(self, peak_bytes: int, seconds: float, limits: Limits, peak_tick: int | None = None) -> bool:
+    def join(self, peak_bytes: int, seconds: float, limits: Limits) -> bool:
         """Take a judged plan into the front if no other beats it, and those out that it beats."""
         self.seen.add(limits)
         beaten = self.front.add(peak_bytes, seconds, limits)
@@ -65,15 +75,19 @@ class _Search:
             return False
         for other in beaten:
             del self.moves[other]
-        self.moves[limits] = self._moves(limits, peak_tick)
+        self.moves[limits] = self._moves(limits)
         return True
 
-    def consider(self, limits: Limits, base: Base) -> None:
-        """Judge a plan, and let it join the front."""
+    def consider(self, limits: Limits, near: Limits) -> None:
+        """Judge a plan, which differs little from ``near``, and let it join the front."""
         self.seen.add(limits)
+        if self.is_whole and limits in self.bases.judged:
+            return
+        self.bases.judged.add(limits)
+        base = self.bases.of(near)
         run = live(self.tables, limits, self.front, base)
-        if run is not None and self.join(run.peak_bytes, run.recompute_seconds, limits, run.peak_tick):
-            self.bases.lend(limits, base)
+        if run is not None and self.join(run.peak_bytes, run.recompute_seconds, limits):
+            self.bases.lend(limits, base, run.peak_tick)
 
     def walk(self, num_trials: int, clock: Clock) -> None:
         """Let the points of the front take turns until trials, time or moves are used up."""
@@ -104,17 +118,16 @@ class _Search:
             if following is None:
                 return False
             if following not in self.seen:
-                self.consider(following, self.bases.of(limits))
+                self.consider(following, limits)
             if limits not in self.moves:
                 return True
         return True
 
-    def _moves(self, limits: Limits, peak_tick: int | None) -> Iterator[Limits]:
+    def _moves(self, limits: Limits) -> Iterator[Limits]:
         """Single moves, most promising first; then pairs of them."""
         single: list[tuple[int, int]] = []
-        tick = self.bases.of(limits).run.peak_tick if peak_tick is None else peak_tick
         for moves in (self._promising, self._others):
-            for _, s, limit in moves(limits, tick):
+            for _, s, limit in moves(limits, self.bases.peak_tick(limits)):
                 single.append((s, limit))
                 yield (*limits[:s], limit, *limits[s + 1 :])
         for (s, limit), (t, other_limit) in combinations(single, 2):

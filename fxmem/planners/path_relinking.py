@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from fxmem.ir import FrontierPoint, GraphProfile, Plan
-from fxmem.planners.incremental import Base, Bases
+from fxmem.planners.incremental import Bases
 from fxmem.planners.pareto import Clock, Front, Limits, live
-from fxmem.planners.simulate import NO_RECIPE, Tables, tables_of
+from fxmem.planners.simulate import NO_RECIPE, tables_of
 
 NUM_LEVELS = 5
 """Stretches are halved so often."""
@@ -28,15 +28,23 @@ RISES = (1.0, 1.03, 1.1, 1.3)
 
 
 def relink_paths(
-    profile: GraphProfile, points: Iterable[FrontierPoint], *, num_trials: int, clock: Clock
+    profile: GraphProfile,
+    points: Iterable[FrontierPoint],
+    *,
+    num_trials: int,
+    clock: Clock,
+    bases: Bases | None = None,
 ) -> tuple[FrontierPoint, ...]:
-    """Return the Pareto set of ``points`` and of what at most about ``num_trials`` simulated combinations bring."""
+    """Return the Pareto set of ``points`` and of what at most about ``num_trials`` combinations bring.
+
+    ``bases``: of earlier searches, whose results ``points`` are at least as good as. What these tried is not run again.
+    """
     front = Front()
     names: dict[Limits, str] = {}
     for point in points:
         front.add(point.peak_bytes, point.recompute_seconds, point.plan.limits)
         names[point.plan.limits] = point.plan.planner
-    splicer = _Splicer(tables_of(profile), front)
+    splicer = _Splicer(bases or Bases(tables_of(profile)), front)
     tried: set[tuple[Limits, Limits]] = set()
     while splicer.num_trials < num_trials and not clock.over:
         pair = next((pair for pair in _pairs(front) if pair not in tried), None)
@@ -64,10 +72,9 @@ def _pairs(front: Front) -> list[tuple[Limits, Limits]]:
 
 
 class _Splicer:
-    def __init__(self, tables: Tables, front: Front) -> None:
-        self.tables, self.front, self.num_trials = tables, front, 0
-        self.bases = Bases(tables)
-        self._made = sorted((p, s) for s, p in enumerate(tables.position) if p != NO_RECIPE)
+    def __init__(self, bases: Bases, front: Front) -> None:
+        self.bases, self.tables, self.front, self.num_trials = bases, bases.tables, front, 0
+        self._made = sorted((p, s) for s, p in enumerate(self.tables.position) if p != NO_RECIPE)
         """Position and number of each storage that a recipe makes."""
 
     def run(self, cheap: Limits, dear: Limits) -> None:
@@ -81,16 +88,19 @@ class _Splicer:
                 for _, s in self._made[bisect_left(self._made, (start,)) : bisect_left(self._made, (end,))]:
                     spliced[s] = cheap[s]
                 trial = tuple(spliced)
-                if trial != dear and self._judged(trial, most_bytes, self.bases.of(dear)):
-                    self.bases.lend(trial, self.bases.of(dear))
+                if trial != dear and self._judged(trial, most_bytes, dear):
                     dear = trial
 
-    def _judged(self, limits: Limits, most_bytes: int, base: Base) -> bool:
-        """Judge a plan, add it to the front, and tell whether it is a good one within ``most_bytes``."""
+    def _judged(self, limits: Limits, most_bytes: int, near: Limits) -> bool:
+        """Judge a plan, add it to the front, and tell whether it is a good one within ``most_bytes``. ``near``: another,
+        from which it may differ little."""
         self.num_trials += 1
-        run = live(self.tables, limits, self.front, base)
-        if run is None:
+        if limits in self.bases.judged:
             return False
-        return (
-            self.front.add(run.peak_bytes, run.recompute_seconds, limits) is not None and run.peak_bytes <= most_bytes
-        )
+        self.bases.judged.add(limits)
+        base = self.bases.of(near)
+        run = live(self.tables, limits, self.front, base)
+        if run is None or self.front.add(run.peak_bytes, run.recompute_seconds, limits) is None:
+            return False
+        self.bases.lend(limits, base, run.peak_tick)
+        return run.peak_bytes <= most_bytes

@@ -13,10 +13,12 @@ from itertools import pairwise
 
 from fxmem.ir import FrontierPoint, GraphProfile
 from fxmem.planners import chen, mincut, segment_dp
+from fxmem.planners.incremental import Bases
 from fxmem.planners.local_search import improve
 from fxmem.planners.neighbourhood_search import search_at, search_neighbourhoods
 from fxmem.planners.pareto import Clock, cheapest_within, pareto
 from fxmem.planners.path_relinking import relink_paths
+from fxmem.planners.simulate import tables_of
 
 SEARCH_WORK = 220_000
 """Recipes times trials of the local search."""
@@ -28,7 +30,7 @@ MOST_WINDOWS, WINDOW_WORK = 40, 11_000
 
 Points = tuple[FrontierPoint, ...]
 Planner = Callable[..., Points]
-Stage = Callable[[GraphProfile, Points, Clock], Points]
+Stage = Callable[[GraphProfile, Points, Clock, Bases], Points]
 """See :data:`STAGES`, at the end."""
 
 
@@ -37,10 +39,10 @@ def frontier(profile: GraphProfile, *, seconds: float, stages: Mapping[str, Stag
 
     ``stages``: others than all of :data:`STAGES`, for benchmarks that leave some out.
     """
-    clock = Clock(seconds)
+    clock, bases = Clock(seconds), Bases(tables_of(profile))
     points: Points = ()
     for stage in (STAGES if stages is None else stages).values():
-        points = stage(profile, points, clock)
+        points = stage(profile, points, clock, bases)
     return points
 
 
@@ -59,7 +61,7 @@ def at_budget(profile: GraphProfile, points: Points, budget_bytes: int, *, secon
 def _by_planner(planner: Planner, share: float) -> Stage:
     """Return the stage that adds what ``planner`` finds within a share of the seconds left."""
 
-    def stage(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+    def stage(profile: GraphProfile, points: Points, clock: Clock, _: Bases) -> Points:
         return pareto((*points, *planner(profile, seconds=share * clock.left_seconds)))
 
     return stage
@@ -72,15 +74,15 @@ def _num_trials(profile: GraphProfile) -> int:
     return min(MOST_TRIALS, SEARCH_WORK // max(1, len(profile.recipes)))
 
 
-def _improved(profile: GraphProfile, points: Points, clock: Clock) -> Points:
-    return improve(profile, points, num_trials=_num_trials(profile), clock=clock)
+def _improved(profile: GraphProfile, points: Points, clock: Clock, bases: Bases) -> Points:
+    return improve(profile, points, num_trials=_num_trials(profile), clock=clock, bases=bases)
 
 
-def _relinked(profile: GraphProfile, points: Points, clock: Clock) -> Points:
-    return relink_paths(profile, points, num_trials=_num_trials(profile) // 2, clock=clock)
+def _relinked(profile: GraphProfile, points: Points, clock: Clock, bases: Bases) -> Points:
+    return relink_paths(profile, points, num_trials=_num_trials(profile) // 2, clock=clock, bases=bases)
 
 
-def _chosen_anew(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+def _chosen_anew(profile: GraphProfile, points: Points, clock: Clock, _: Bases) -> Points:
     return search_neighbourhoods(profile, points, num_windows=_num_windows(profile), clock=clock)
 
 
@@ -88,13 +90,13 @@ def _num_windows(profile: GraphProfile) -> int:
     return min(MOST_WINDOWS, int(WINDOW_WORK / max(1, len(profile.recipes)) ** 1.5))
 
 
-def _polished(profile: GraphProfile, points: Points, clock: Clock) -> Points:
+def _polished(profile: GraphProfile, points: Points, clock: Clock, bases: Bases) -> Points:
     """Return the points improved and relinked in turn, each making what the other works on, as long as that helps."""
     num_trials = _num_trials(profile) // 4
     for _ in range(MOST_TURNS):
         before = points
-        points = improve(profile, points, num_trials=num_trials, clock=clock)
-        points = relink_paths(profile, points, num_trials=num_trials, clock=clock)
+        points = improve(profile, points, num_trials=num_trials, clock=clock, bases=bases)
+        points = relink_paths(profile, points, num_trials=num_trials, clock=clock, bases=bases)
         if clock.over or _area(points, before) >= (1.0 - TURN_GAIN) * _area(before, before):
             break
     return points
@@ -120,4 +122,5 @@ STAGES: dict[str, Stage] = {
     "neighbourhood search": _chosen_anew,
     "polish": _polished,
 }
-"""By name, in order. Each takes the profile, the points so far and the clock, and returns a Pareto set at least as good."""
+"""By name, in order. Each takes the profile, the points so far, the clock and what earlier stages found out, and returns a
+Pareto set at least as good."""

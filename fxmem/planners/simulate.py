@@ -276,6 +276,9 @@ class Run:
     def _recompute(self, target: int, unmanaged_bytes: int) -> None:
         """Run the recipes of every empty storage that ``target`` needs (rule 4)."""
         tables, full, owners, limits, alive = self.tables, self.full, self.owners, self.limits, self.alive
+        if all(map(full.__getitem__, tables.slot_inputs[target])):
+            self._rerun(tables.position[target], unmanaged_bytes)
+            return
         nbytes, internal, steps = tables.nbytes, tables.internal, self.steps
         peak_bytes, capture_peak_bytes = tables.peak_bytes, tables.capture_peak_bytes
         target_position = tables.position[target]
@@ -313,11 +316,33 @@ class Run:
         self.recompute_seconds += sum(map(tables.seconds.__getitem__, positions))
         self.num_recomputed += len(positions)
 
+    def _rerun(self, p: int, unmanaged_bytes: int) -> None:
+        """Run one recipe whose inputs are there: most recomputations are no more. What it makes, a plan lets stay."""
+        tables, full, owners = self.tables, self.full, self.owners
+        num_refilled, capture, made_bytes = 0, False, 0
+        for s in tables.products[p]:
+            if not full[s] and owners[s]:
+                full[s] = self.alive[s] = True
+                num_refilled += 1
+                capture = capture or tables.internal[s]
+                made_bytes += tables.nbytes[s]
+        above_bytes = max(made_bytes, (tables.capture_peak_bytes if capture else tables.peak_bytes)[p])
+        live_bytes = self.managed_bytes + unmanaged_bytes + above_bytes
+        if live_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_tick = live_bytes, self.tick
+        if self.steps is not None:
+            self.steps.append((self.tick, p, live_bytes))
+        self.managed_bytes += made_bytes
+        for i in tables.inputs[p]:
+            owners[i] -= num_refilled
+            if not owners[i]:
+                self._drop_slot(i)
+        self.recompute_seconds += tables.seconds[p]
+        self.num_recomputed += 1
+
     def _needed(self, target: int) -> tuple[list[int], dict[int, int]]:
         """Return the recipes to run, in order, and for each storage they make the number of its readers among them."""
         tables, full = self.tables, self.full
-        if all(map(full.__getitem__, tables.slot_inputs[target])):
-            return [tables.position[target]], {target: 0}
         readers, stack = {target: 0}, [target]
         while stack:
             for i in tables.slot_inputs[stack.pop()]:

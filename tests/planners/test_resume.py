@@ -86,9 +86,11 @@ def test_a_base_is_lent_to_plans_that_are_near_and_the_oldest_is_let_go() -> Non
     near = tuple(tables.position[s] if s in droppable[:2] else limit for s, limit in enumerate(keep))
     far = tuple(tables.position[s] if s in droppable[:9] else limit for s, limit in enumerate(keep))
     base = bases.of(keep)
-    bases.lend(near, base)
+    bases.lend(near, base, peak_tick=base.run.peak_tick + 1)
     assert bases.of(near) is base
-    bases.lend(far, base)
+    assert bases.peak_tick(near) == base.run.peak_tick + 1  # a plan's own, not its base's
+    assert bases.peak_tick(keep) == base.run.peak_tick
+    bases.lend(far, base, peak_tick=base.run.peak_tick)
     assert bases.of(far) is not base
     assert bases.of(far).limits == far
     assert bases.of(keep) is not base

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 
 from fxmem.ir import FrontierPoint, GraphProfile, Plan
-from fxmem.planners import portfolio
+from fxmem.planners import local_search, path_relinking, portfolio
+from fxmem.planners.incremental import Bases
+from fxmem.planners.local_search import improve
 from fxmem.planners.pareto import Clock, Front, live, pareto
 from fxmem.planners.path_relinking import _pairs, relink_paths
 from fxmem.planners.simulate import Run, drop_all, keep_all, simulate, tables_of
@@ -29,6 +32,33 @@ def test_splicing_finds_plans_between_keeping_and_dropping_everything(profile: G
         assert judged(profile, point.plan) == point
     least = [p.recompute_seconds for p in found if p.peak_bytes <= points[-1].peak_bytes]
     assert min(least) < 0.9 * points[-1].recompute_seconds
+
+
+@pytest.mark.parametrize("profile", [residual_blocks(12), hourglass(5)], ids=["blocks", "hourglass"])
+def test_what_one_search_has_tried_the_next_one_does_not_run_again(
+    profile: GraphProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+
+    def counted(*arguments: Any) -> Run | None:
+        runs.append(arguments)
+        return live(*arguments)
+
+    monkeypatch.setattr(local_search, "live", counted)
+    monkeypatch.setattr(path_relinking, "live", counted)
+
+    def searched(shared: Bases | None) -> list[tuple[FrontierPoint, ...]]:
+        points, found = pareto(judged(profile, make(profile)) for make in (keep_all, drop_all)), []
+        for search in (improve, relink_paths, improve, relink_paths):
+            points = search(profile, points, num_trials=120, clock=Clock(60.0), bases=shared)
+            found.append(points)
+        return found
+
+    apart = searched(None)
+    num_apart = len(runs)
+    runs.clear()
+    assert searched(Bases(tables_of(profile))) == apart
+    assert len({limits for _, limits, *_ in runs}) == len(runs) < num_apart
 
 
 def test_a_narrow_last_step_matters() -> None:
@@ -98,6 +128,6 @@ def test_improving_and_splicing_in_turn_goes_on_as_long_as_it_helps(
     areas = []
     for most_turns in (1, 2, 6):
         monkeypatch.setattr(portfolio, "MOST_TURNS", most_turns)
-        found = portfolio._polished(profile, points, Clock(60.0))
+        found = portfolio._polished(profile, points, Clock(60.0), Bases(tables_of(profile)))
         areas.append(portfolio._area(found, points))
     assert areas[0] > areas[1] >= areas[2]
