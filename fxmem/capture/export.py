@@ -34,7 +34,7 @@ from fxmem.capture.node_notes import NOTED, noted_in_nodes
 from fxmem.capture.opaque_calls import Opaque, kept_whole, opaque_call
 from fxmem.capture.pytrees import outputs_looked_into
 from fxmem.capture.side_effects import NONE, SideEffects
-from fxmem.capture.validate import check_faithful
+from fxmem.capture.validate import check_faithful, effects_seen
 from fxmem.capture.value_guards import KnownValues, ValueGuard, answered, places_of, seeing_values
 from fxmem.errors import CaptureError, InputError, chain_of, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, attributes_restored, check_device
@@ -107,11 +107,19 @@ def _captured(
     effects: SideEffects = NONE,
 ) -> CaptureGraph:
     try:
-        with attributes_restored(model), kept_whole(model) as opaques, effects.returned(model):
+        with (
+            attributes_restored(model),
+            kept_whole(model) as opaques,
+            effects.returned(model),
+            effects.as_plain_attributes(model),
+        ):
             module, out_spec, reads, conditions = _exported(model, inputs, autocast, dynamic)
     except CaptureError:
         raise
     except Exception as error:
+        missing = NONE if effects else effects_seen(model, autocast, inputs)
+        if missing:
+            return _captured(model, inputs, autocast, dynamic, partly, missing)
         own = _own_error(model, inputs, autocast)
         if own is not None:
             raise InputError(
@@ -127,7 +135,7 @@ def _captured(
     guards = SizeGuards(conditions, signature_of(model, inputs)) if dynamic else None
     if _has_places(graph_module):
         reads += tuple(places_of(inputs.leaves))
-    state = tuple(state_as_moved(model))
+    effects, state = effects.with_stand_ins(graph_module, tuple(state_as_moved(model)))
     captured = CaptureGraph(
         graph_module, out_spec, autocast, dynamic, parameters, device, reads, guards, state=state, effects=effects
     )
