@@ -30,7 +30,7 @@ import torch
 from fxmem.errors import CaptureError
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.python_state import Place
-from fxmem.torch_private import TreeSpec, storage_key, tree_leaves, tree_map_only, tree_unflatten
+from fxmem.torch_private import FakeTensor, TreeSpec, storage_key, tree_leaves, tree_map_only, tree_unflatten
 
 _LEFT = (torch.Tensor, bool, int, float, str, type(None))
 """Classes of what is left, alone or in tuples, lists and dicts."""
@@ -83,17 +83,21 @@ class SideEffects:
     def read_by(self, graph_module: torch.nn.Module) -> Iterator[None]:
         """While the body runs, ``graph_module`` reads what an earlier call left; what it does not read is let go of, as the
         model would while it runs (NOTE [State between calls], rule 3)."""
-        leaves = tree_leaves(self.held()) if self.reads else []
-        self.kept[:] = [leaves[number] for _, number in self.reads]
+        self.kept[:] = self._read()
         for place in self.attributes:
             if place.held_by is not None and place.key in place.held_by and place not in self.guarded:
                 place.held_by[place.key] = None
-        stand_ins = [_exchange(graph_module, target, leaves[number]) for target, number in self.reads]
+        pairs = zip(self.reads, self.kept, strict=True)
+        stand_ins = [_exchange(graph_module, target, value) for (target, _), value in pairs]
         try:
             yield
         finally:
             for (target, _), stand_in in zip(self.reads, stand_ins, strict=True):
                 _exchange(graph_module, target, stand_in)
+
+    def _read(self) -> list[Any]:
+        leaves = tree_leaves(self.held()) if self.reads else []
+        return [leaves[number] for _, number in self.reads]
 
     @contextmanager
     def as_plain_attributes(self, model: torch.nn.Module) -> Iterator[None]:
@@ -119,7 +123,7 @@ class SideEffects:
                     holder.update(before)
 
     def with_stand_ins(
-        self, graph_module: torch.nn.Module, state: tuple[torch.Tensor, ...]
+        self, graph_module: torch.fx.GraphModule, state: tuple[torch.Tensor, ...]
     ) -> tuple[SideEffects, tuple[torch.Tensor, ...]]:
         """Put fakes into ``graph_module`` and ``state`` for what they have of the attributes; return what leaves know of it,
         and ``state``."""
@@ -131,6 +135,8 @@ class SideEffects:
         world = FakeWorld()
         for target, number in reads:
             _exchange(graph_module, target, world.fake(leaves[number]))
+        if reads:
+            _let_go_of_constants(graph_module)
         read = {id(leaves[number]): world.fake(leaves[number]) for _, number in reads}
         ends = [len(tree_leaves(self.held()[:place])) for place in range(1, len(self.attributes) + 1)]
         places = {next(p for p, end in enumerate(ends) if number < end) for _, number in reads}
@@ -244,6 +250,14 @@ def _exchange(graph_module: torch.nn.Module, target: str, value: Any) -> Any:
         return None
     before, owner._buffers[name] = owner._buffers[name], value
     return before
+
+
+def _let_go_of_constants(graph_module: torch.fx.GraphModule) -> None:
+    """Let what torch.export notes of values hold no tensor that the model had while it was captured."""
+    for node in graph_module.graph.nodes:
+        for fake in tree_leaves(node.meta.get("val")):
+            if isinstance(fake, FakeTensor):
+                fake.constant = None
 
 
 def _owners_of_buffers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:

@@ -1,5 +1,6 @@
 """State that a call leaves and the next one reads, gradients included: potentials of neurons, hidden states of cells."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +100,7 @@ def trained(model: Any, rows: tuple[int, ...] = (ROWS,) * 4) -> tuple[list[Tenso
     for count in rows:
         x, y = torch.rand(count, WIDTH), torch.randint(0, 4, (count,))
         tracker = StorageTracker()
-        tracker.hold([*tensors_of((model, optimizer)), x])
+        tracker.hold([*tensors_of((model, optimizer)), x, y])
         with tracker:
             loss = nn.functional.cross_entropy(outputs(model, x), y)
             loss.backward()
@@ -117,3 +118,51 @@ def test_state_goes_on_with_its_gradient(make: Callable[[], nn.Module], whole: b
     optimized = fxmem.optimize(made(make, whole), planner="chen", cost="cpu", budget=None, policy=[("*", "recompute")])
     found, _ = trained(optimized, rows)
     assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize(("make", "share"), [(Neurons, 0.7), (Cell, 0.95)])
+def test_a_sequence_has_the_peak_that_was_planned(make: Callable[[], nn.Module], share: float) -> None:
+    expected, eager_bytes = trained(made(make, True), (128,) * 4)
+    optimized = fxmem.optimize(made(make, True), planner="chen", cost="cpu", budget=int(share * eager_bytes))
+    found, peak_bytes = trained(optimized, (128,) * 4)
+    assert all(map(torch.equal, expected, found))
+    assert peak_bytes == optimized.fxmem.report.predicted_peak_bytes <= share * eager_bytes
+    assert optimized.fxmem.report.dropped_bytes > 0
+
+
+class Detached(nn.Module):
+    """Goes on from the hidden state of the call before without its gradient, as truncated backpropagation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.down = nn.GRUCell(WIDTH, HIDDEN), nn.Linear(HIDDEN, 4)
+        self.hidden = torch.zeros(HIDDEN)
+        self.whole = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.cell(x, self.hidden.expand(len(x), -1))
+        self.hidden = hidden.detach().mean(0)
+        return self.down(hidden)
+
+
+def test_state_goes_on_without_a_gradient() -> None:
+    torch.manual_seed(0)
+    model = Detached().train()
+    expected, _ = trained(copy.deepcopy(model))
+    optimized = fxmem.optimize(copy.deepcopy(model), planner="chen", cost="cpu", policy=[("*", "recompute")])
+    found, _ = trained(optimized)
+    assert all(map(torch.equal, expected, found))
+    assert optimized.fxmem.plans.asked.num_planned == 1
+
+
+def test_calls_outside_of_training_read_the_same_state() -> None:
+    model = made(Neurons, False)
+    optimized = fxmem.optimize(copy.deepcopy(model), planner="chen", cost="cpu")
+    x, found = torch.rand(ROWS, WIDTH), []
+    for each in (model, optimized):
+        first = each(x)
+        with torch.no_grad():
+            second = each(x)
+        found.append([first, second, each(x)])
+        assert each.first.potential.requires_grad
+    assert all(map(torch.equal, *found))
