@@ -125,9 +125,9 @@ class SideEffects:
     def with_stand_ins(
         self, graph_module: torch.fx.GraphModule, state: tuple[torch.Tensor, ...]
     ) -> tuple[SideEffects, tuple[torch.Tensor, ...]]:
-        """Put fakes into ``graph_module`` and ``state`` for what they have of the attributes; return what leaves know of it,
-        and ``state``."""
-        leaves = [leaf for leaf in tree_leaves(self.held())]
+        """Put fakes into ``graph_module`` and ``state`` for what they have of the attributes; return the effects that know
+        of it, and ``state``."""
+        leaves = tree_leaves(self.held())
         number_of = {_lies(leaf): number for number, leaf in enumerate(leaves) if _is_dense(leaf)}
         buffers = graph_module.named_buffers(remove_duplicate=False)
         held = {target: _lies(tensor) for target, tensor in buffers if _is_dense(tensor)}

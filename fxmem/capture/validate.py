@@ -25,6 +25,7 @@ from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import CaptureError, ChangedArgumentError, chain_of, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, attributes_restored
 from fxmem.fake.generators import Draws, seeds
+from fxmem.fake.modes import FewLooks, TooManyLooks
 from fxmem.fake.op_log import OpLog
 from fxmem.fake.python_state import Place, PythonState
 from fxmem.op_facts import names_of
@@ -33,7 +34,6 @@ from fxmem.runtime.autocast import Autocast, casts_kept
 from fxmem.runtime.backend_flags import present
 from fxmem.torch_patches import calls_told_to
 from fxmem.torch_private import DynamicOutputShapeException, graph_nodes, in_transform, tree_leaves, version_of
-
 
 Ops = list[tuple[str, tuple[str, ...]]]
 
@@ -63,7 +63,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of a model that was not captured."""
+    """A call of a model that was not captured, which may wait for values that a run on fakes never gives it."""
 
     parameters: tuple[torch.Tensor, ...]
     autocast: Autocast | None
@@ -105,7 +105,7 @@ def effects_seen(model: torch.nn.Module, autocast: Autocast | None, inputs: Inpu
     """Return what a forward of ``model`` leaves in Python, as a run on fakes shows; nothing where it does not run there."""
     try:
         return _left_by(model, _run(model, model, _Call(tuple(model.parameters()), autocast), inputs, twice=True))
-    except Exception:
+    except (Exception, TooManyLooks):
         return NONE
 
 
@@ -210,11 +210,9 @@ def _run(
     arguments: dict[int | str, None] = {}
 
     def forward() -> tuple[Any, OpLog]:
-        autocast = captured.autocast
-        # No cast is to be at hand when the forward is run again.
         with (
-            casts_kept(False),
-            autocast.enter() if autocast else nullcontext(),
+            casts_kept(False),  # none is to be at hand when the forward is run again
+            captured.autocast.enter() if captured.autocast else nullcontext(),
             OpLog([fakes, [world.fake(p) for p in captured.parameters]]) as log,
         ):
             if module is model:
@@ -228,7 +226,8 @@ def _run(
         return outputs, log
 
     buffers = {name: world.fake(buffer) for name, buffer in model.named_buffers()}
-    with attributes_restored(model), world.state_of(module), world.active(), ScalarReads():
+    looks = FewLooks() if isinstance(captured, _Call) else ScalarReads()
+    with attributes_restored(model), world.state_of(module), world.active(), looks:
         draws = Draws()
         before, versions = PythonState(model), {name: version_of(buffer) for name, buffer in buffers.items()}
         with _calls_noted() as calls, draws.watching():
@@ -255,14 +254,12 @@ def _run(
         with draws_again.watching():
             _, log_again = forward()
         again = between.changes()
-        moved = draws.moved or draws_again.moved
-        if not _SEEDINGS & set(calls) and (draws_again.makes_one or (moved and seeds(forward))):
-            calls.append("manual_seed or set_state of a torch.Generator")
-        ops_again = log_again.ops
-        third = ops_again if ops == ops_again else forward()[1].ops
-    gone_by = (place for place, value in left.items() if ops != ops_again or log_again.was_given(value))
-    moved = tuple(place for place in gone_by if facts[place] != facts_of(place))
-    repeated = (ops_again, third) if moved else (ops, ops_again)
+        drawn = draws.moved or draws_again.moved
+        if not _SEEDINGS & set(calls) and (draws_again.makes_one or (drawn and seeds(forward))):
+            calls.append(_OF_GENERATORS)
+        after = (log_again.ops, log_again.ops if ops == log_again.ops else forward()[1].ops)
+    moved = tuple(p for p in left if facts[p] != facts_of(p) and (ops != after[0] or log_again.was_given(left[p])))
+    repeated = after if moved else (ops, after[0])
     return _Run(nodes, calls, left, again, ops, repeated, new_buffers, tuple(arguments), moved)
 
 
@@ -315,6 +312,7 @@ def _harmless(node: Any) -> bool:
 
 _SEEDING = "Draw from a torch.Generator of the model's own instead."
 _SEEDINGS = frozenset({"torch.manual_seed", "torch.set_rng_state", "torch.random.fork_rng"})
+_OF_GENERATORS = "manual_seed or set_state of a torch.Generator"
 _CASTING = "Say with torch.autocast(..., cache_enabled=False) where no cast is to be kept."
 _HOOKING = "Set the hook on a parameter, or outside the model."
 _REMEDIES = {
@@ -327,7 +325,7 @@ _REMEDIES = {
     "torch.manual_seed": _SEEDING,
     "torch.set_rng_state": _SEEDING,
     "torch.random.fork_rng": _SEEDING,
-    "manual_seed or set_state of a torch.Generator": "Make and seed generators outside the model's forward; keep numbers "
+    _OF_GENERATORS: "Make and seed generators outside the model's forward; keep numbers "
     "that are to be the same in each call in a buffer.",
     "torch.inference_mode": "Use torch.no_grad.",
     "torch.clear_autocast_cache": _CASTING,

@@ -183,7 +183,7 @@ def made_outside(fake: torch.Tensor) -> torch.Tensor:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` without its graph. Under a mode of fakes it would be a fake that counts its writes as the tensor's."""
+    """Return ``tensor`` without its graph. Under a mode of fakes, writes to the result would count as the tensor's."""
     with nullcontext() if isinstance(tensor, FakeTensor) else without_modes():
         return tensor.detach()
 
