@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
 from torch import _meta_registrations
+from torch.nn import functional
 from torch._subclasses import fake_impls
 
 from fxmem.op_facts.kinds import MissingFake
@@ -105,6 +106,19 @@ def ctc_losses() -> Iterator[None]:
             fake_impls.op_implementations_dict.pop(op, None)
 
 
+def _unchecked(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the Gaussian loss as it is without asking whether any variance is below 0. It is looked into: where it is one
+    call to a mode, torch.export loses its ``no_grad``."""
+
+    @wraps(loss)
+    def unchecked(*args: Any, **kwargs: Any) -> torch.Tensor:
+        asked = replaced(torch, "any", lambda _: False)
+        with asked, replaced(functional, "has_torch_function_variadic", lambda *_: False):
+            return loss(*args, **kwargs)
+
+    return unchecked
+
+
 @patch
 @contextmanager
 def no_value_checks() -> Iterator[None]:
@@ -115,6 +129,7 @@ def no_value_checks() -> Iterator[None]:
     before = torch.distributions.Distribution._validate_args
     torch.distributions.Distribution.set_default_validate_args(False)
     try:
-        yield
+        with replaced(functional, "gaussian_nll_loss", _unchecked(functional.gaussian_nll_loss)):
+            yield
     finally:
         torch.distributions.Distribution.set_default_validate_args(before)
