@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import torch
 from torch import _meta_registrations
-from torch.nn import functional
 from torch._subclasses import fake_impls
+from torch.nn import functional
 
 from fxmem.op_facts.kinds import MissingFake
 from fxmem.op_facts.lookup import by_op

@@ -277,6 +277,29 @@ def test_a_ctc_loss_is_planned() -> None:
     assert optimized.fxmem.plan.dropped
 
 
+class Estimator(nn.Module):
+    """Means and variances, and the Gaussian loss of them, which asks whether variances are below 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)), nn.Linear(16, 2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mean, spread = self.layers(x).unbind(-1)
+        return functional.gaussian_nll_loss(mean, y, spread.square(), eps=0.01)
+
+
+def test_a_gaussian_loss_keeps_what_it_does_without_gradients() -> None:
+    x, y, model, gradients = torch.randn(64, 16), torch.randn(64), Estimator(), []
+    optimized = fxmem.optimize(model, (x, y), optimizer=None, planner="chen", policy=[("*", "recompute")])
+    for candidate in (model, optimized):
+        model.zero_grad()
+        candidate(x, y).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert optimized.fxmem.plan.dropped
+
+
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none", "zero_infinity": True}])
 @pytest.mark.parametrize("is_batched", [True, False])
 def test_a_ctc_loss_of_lengths_in_lists_is_planned(options: dict[str, Any], is_batched: bool) -> None:
