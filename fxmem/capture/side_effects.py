@@ -20,7 +20,7 @@ NOTE [State between calls]
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -79,10 +79,13 @@ class SideEffects:
         """Return what the attributes hold now."""
         return [holder.get(key) for holder, key in self._items()]
 
-    @contextmanager
-    def read_by(self, graph_module: torch.nn.Module) -> Iterator[None]:
+    def read_by(self, graph_module: torch.nn.Module) -> AbstractContextManager[None]:
         """While the body runs, ``graph_module`` reads what an earlier call left; what it does not read is let go of, as the
         model would while it runs (NOTE [State between calls], rule 3)."""
+        return self._read_by(graph_module) if self else nullcontext()
+
+    @contextmanager
+    def _read_by(self, graph_module: torch.nn.Module) -> Iterator[None]:
         self.kept[:] = self._read()
         for place in self.attributes:
             if place.held_by is not None and place.key in place.held_by and place not in self.guarded:
