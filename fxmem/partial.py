@@ -394,7 +394,6 @@ def _run_part(
         return part(*args, **kwargs)
     inputs = Inputs.of(args, kwargs, part)
     compiled = compiled_for(inputs)
-    compiled.captured.effects.forget()
-    output, leaves = compiled.captured.run(compiled.graph_module, inputs.leaves)
+    output, leaves = compiled.captured.run_in_training(compiled.graph_module, inputs.leaves)
     compiled.captured.returned((args, kwargs), leaves)
     return output

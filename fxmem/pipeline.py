@@ -89,10 +89,10 @@ class Compiled:
 
     def run(self, leaves: Sequence[Any], held_bytes: int = 0) -> tuple[Any, Sequence[Any]]:
         """Return the model's output for a call with these leaves, and its leaves. ``held_bytes``: of earlier outputs."""
-        self.captured.effects.forget()
         if self.joint is None:
-            return self.captured.run(self.graph_module, leaves)
-        outputs = self.joint.run(leaves, held_bytes)
+            return self.captured.run_in_training(self.graph_module, leaves)
+        with self.captured.effects.read_by(self.graph_module):
+            outputs = self.joint.run(leaves, held_bytes)
         return self.captured.unflatten(outputs), outputs
 
     @property

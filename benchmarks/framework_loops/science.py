@@ -142,7 +142,8 @@ def adaptive_steps(run: Run) -> None:
     ode(run, "dopri5")
 
 
-def spiking(run: Run, *, in_buffers: bool = False) -> None:
+@loop("snntorch", "Leaky neurons, 10 steps of time")
+def spikes(run: Run) -> None:
     import snntorch
 
     class Net(nn.Module):
@@ -162,17 +163,7 @@ def spiking(run: Run, *, in_buffers: bool = False) -> None:
 
     torch.manual_seed(0)
     x, y, net = torch.rand(32, WIDTH), torch.randint(0, 4, (32,)), Net().train()
-    if in_buffers:
-        for layer, width in ((net.first, 32), (net.second, 4)):
-            vars(layer).pop("reset", None)
-            layer.register_buffer("reset", torch.zeros(32, width), persistent=False)
-        net(x)  # whose first call is another one than those after
     steps(run, run.optimize(net), lambda model: F.cross_entropy(model(x), y))
-
-
-@loop("snntorch", "Leaky neurons, 10 steps of time", remedy=lambda run: spiking(run, in_buffers=True))
-def spikes(run: Run) -> None:
-    spiking(run)
 
 
 def coded(run: Run, quantizer: nn.Module) -> None:

@@ -148,7 +148,7 @@ class CompileCache:
             return compiled.run(inputs.leaves, held_bytes)
         before = Before(captured, inputs.leaves)
         try:
-            output = captured.run(compiled.graph_module, inputs.leaves)
+            output = captured.run_in_training(compiled.graph_module, inputs.leaves)
             self._untried.pop(id(compiled), None)
             return output
         except torch.OutOfMemoryError:
@@ -163,7 +163,7 @@ class CompileCache:
         self._untried.pop(id(compiled), None)
         self._compiled[signature] = [one for one in self._compiled[signature] if one is not compiled]
         anew = self.make(inputs, autocast)
-        return anew.captured.run(anew.graph_module, inputs.leaves)
+        return anew.captured.run_in_training(anew.graph_module, inputs.leaves)
 
     def make(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile for the signature of ``inputs``, where nothing was found. Errors: as :func:`fxmem.optimize` tells."""

@@ -25,7 +25,7 @@ from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.out_of_memory import explaining
 from fxmem.runtime.step_in_backward import SteppedInBackward, optimizer_for
-from fxmem.torch_private import in_dual_level, in_transform, saved_tensor_hooks_allowed
+from fxmem.torch_private import FakeTensor, in_dual_level, in_transform, saved_tensor_hooks_allowed
 
 
 class Namespace:
@@ -175,7 +175,7 @@ class Namespace:
         latest = self.plans.latest
         own = {id(t) for t in (*self.original.parameters(), *self.original.buffers())}
         held = () if latest is None else (*latest.graph_module.parameters(), *latest.graph_module.buffers())
-        return tuple(t for t in held if id(t) not in own)
+        return tuple(t for t in held if id(t) not in own and not isinstance(t, FakeTensor))
 
     def _is_elsewhere(self, planned: tuple[Plan, Report] | None) -> TypeGuard[tuple[Plan, Report]]:
         """True if all that was planned for is another GPU."""

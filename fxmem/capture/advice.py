@@ -194,7 +194,8 @@ def _captured(module: torch.nn.Module, inputs: Inputs, autocast: Autocast | None
     if not any(p.requires_grad for p in module.parameters()):
         return None
     try:
-        return capture(module, inputs, autocast)
+        captured = capture(module, inputs, autocast)
+        return None if captured.effects.reads else captured  # a step on fakes has no call before
     except Exception:  # whatever it is, the parts of this part may do
         return None
 

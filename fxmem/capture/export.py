@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxmem.capture.causes import cause_of
 from fxmem.capture.dynamic_shapes import dynamic_shapes_of, extras_named, signature_of, tied_dims
 from fxmem.capture.frozen_norms import with_frozen_norms
 from fxmem.capture.graph import (
@@ -34,9 +35,9 @@ from fxmem.capture.node_notes import NOTED, noted_in_nodes
 from fxmem.capture.opaque_calls import Opaque, kept_whole, opaque_call
 from fxmem.capture.pytrees import outputs_looked_into
 from fxmem.capture.side_effects import NONE, SideEffects
-from fxmem.capture.validate import check_faithful
+from fxmem.capture.validate import check_faithful, effects_seen
 from fxmem.capture.value_guards import KnownValues, ValueGuard, answered, places_of, seeing_values
-from fxmem.errors import CaptureError, InputError, chain_of, first_lines, raised_in
+from fxmem.errors import CaptureError, InputError, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, attributes_restored, check_device
 from fxmem.fake.modes import DataRead, FewLooks, MemoryLooks, TooManyLooks
 from fxmem.fake.python_state import tensors_restored
@@ -107,11 +108,19 @@ def _captured(
     effects: SideEffects = NONE,
 ) -> CaptureGraph:
     try:
-        with attributes_restored(model), kept_whole(model) as opaques, effects.returned(model):
+        with (
+            attributes_restored(model),
+            kept_whole(model) as opaques,
+            effects.returned(model),
+            effects.as_plain_attributes(model),
+        ):
             module, out_spec, reads, conditions = _exported(model, inputs, autocast, dynamic)
     except CaptureError:
         raise
     except Exception as error:
+        missing = NONE if effects else effects_seen(model, autocast, inputs)
+        if missing:
+            return _captured(model, inputs, autocast, dynamic, partly, missing)
         own = _own_error(model, inputs, autocast)
         if own is not None:
             raise InputError(
@@ -120,14 +129,14 @@ def _captured(
             ) from own
         place = raised_in(error, model.named_modules())
         raise CaptureError(
-            f"{type(model).__name__} could not be captured by torch.export{place}: {_cause(error, model)}"
+            f"{type(model).__name__} could not be captured by torch.export{place}: {cause_of(error, model)}"
         ) from error
     graph_module = with_frozen_norms(with_unused_state(_flat(module, model, opaques), model))
     parameters, device = tuple(model.parameters()), _autocast_device(graph_module)
     guards = SizeGuards(conditions, signature_of(model, inputs)) if dynamic else None
     if _has_places(graph_module):
         reads += tuple(places_of(inputs.leaves))
-    state = tuple(state_as_moved(model))
+    effects, state = effects.with_stand_ins(graph_module, tuple(state_as_moved(model)))
     captured = CaptureGraph(
         graph_module, out_spec, autocast, dynamic, parameters, device, reads, guards, state=state, effects=effects
     )
@@ -368,27 +377,3 @@ def _attribute(model: torch.nn.Module, module: fx.GraphModule, target: str) -> A
         if value is not None:
             return value
     raise CaptureError(f"the captured graph reads {target}, which {type(model).__name__} does not have")
-
-
-def _drops_layers(model: torch.nn.Module) -> bool:
-    """True if some module, or its config, has a chance of skipping layers (LayerDrop)."""
-    holders = [held for m in model.modules() for held in (m, getattr(m, "config", None)) if hasattr(held, "__dict__")]
-    return any("layerdrop" in name.replace("_", "") and value for held in holders for name, value in vars(held).items())
-
-
-def _cause(error: Exception, model: torch.nn.Module) -> str:
-    """Return why torch.export failed, and what to do."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # with sympy, which takes a second
-
-    remedy = "move that part out of the model or optimize the parts around it."
-    if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in chain_of(error)):
-        if _drops_layers(model):
-            remedy = f"set the chance of skipping a layer (LayerDrop) to 0; else {remedy}"
-        return f"its control flow depends on the values in tensors, which only a run can tell: {remedy}"
-    if "fake tensor in the exported program constant" in str(error):
-        return (
-            "it computes with a tensor that a graph cannot follow: one that torch.autograd.grad returns inside forward, or "
-            "one left by an earlier call. Take derivatives outside: optimize the network itself, and differentiate its "
-            f"output in the training loop; else {remedy}"
-        )
-    return f"{first_lines(error)}. If its control flow depends on the values in tensors, {remedy}"

@@ -170,6 +170,11 @@ class CaptureGraph:
         """Return the model's output, computed by ``graph_module``: the captured one or one emitted from it."""
         return self.run(graph_module, leaves)[0]
 
+    def run_in_training(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """As :meth:`run`, of a call that is no run on fakes: it goes on from what earlier calls left."""
+        with self.effects.read_by(graph_module):
+            return self.run(graph_module, leaves)
+
     def run(self, graph_module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """Return the model's output, computed by ``graph_module``, and its leaves."""
         outputs = self.leaves_of(graph_module, leaves)

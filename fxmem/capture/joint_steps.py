@@ -84,6 +84,8 @@ def joint_steps(
 
 def _refusal(captured: CaptureGraph, graph_module: fx.GraphModule) -> str:
     """Say why steps of this graph stay on the tape; nothing if they need not."""
+    if captured.effects.reads:
+        return "it reads what the call before has left"
     targets = [node.target for node in captured.graph_module.graph.nodes if node.op == "call_function"]
     for scoped in targets:
         target = op_of(scoped)

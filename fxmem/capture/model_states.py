@@ -5,7 +5,7 @@ parameter is another model. So do the modules' numbers, flags and texts (``train
 containers or in *records* (objects that hold nothing else but functions and classes, as configs do), in the modules'
 classes too, their hooks and the tensors that are plain attributes: the graph has them as constants. So do names. Any other
 object counts by identity alone; global variables do not count, and neither does what graphs themselves leave in
-attributes (:mod:`fxmem.capture.side_effects`).
+attributes (:mod:`fxmem.capture.side_effects`), but for how that lies where a later call reads it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 from fxmem.capture.graph import CaptureGraph
 from fxmem.capture.guards import constant, has_memory, memory_of
-from fxmem.capture.side_effects import SideEffects
-from fxmem.fake.python_state import CONTAINERS
+from fxmem.capture.side_effects import SideEffects, facts_of
+from fxmem.fake.python_state import CONTAINERS, Place
 from fxmem.torch_private import version_of
 
 CONSTANTS = frozenset({bool, int, float, str, type(None)})
@@ -71,6 +71,7 @@ class ModelStates:
         self._by_name = False
         """Whether the latest look was for a call that finds buffers by name."""
         self._effects: list[SideEffects] = []
+        self._guarded: dict[Place, None] = {}
         self._constants: list[torch.Tensor] = []
         """What graphs read that is neither parameter, buffer nor input."""
 
@@ -88,11 +89,12 @@ class ModelStates:
         """
         if self._look is None or self._by_name != buffers_by_name or self._look.differs():
             self._by_name = buffers_by_name
-            state = _state_of(self._model, self._left, buffers_by_id=not buffers_by_name)
+            state = _state_of(self._model, self._left, buffers_by_id=not buffers_by_name) + self._facts_left()
             if state not in self._known:
                 self._known[state] = (len(self._known), not _may_change_unseen(self._model, self._left))
             self._number, may_look = self._known[state]
-            self._own = _first_on_memory(self._model)
+            self._own = _first_on_memory(self._model, self._left)
+            may_look = may_look and not self._guarded
             self._look = _Look(self._model, self._left, with_buffers=not buffers_by_name) if may_look else None
         return self._number
 
@@ -100,12 +102,16 @@ class ModelStates:
         """Let what calls of a graph leave in attributes be no other state. Errors: ``CaptureError`` if a graph reads it."""
         read = list(captured.tensors_read())
         for effects in self._effects:
-            effects.check_unread(read)
+            effects.check_unread((*read, *captured.state))
         captured.effects.check_unread(self._constants)
         self._constants += read
         if captured.effects:
             self._effects.append(captured.effects)
+            self._guarded.update(dict.fromkeys(captured.effects.guarded))
             self._look = None
+
+    def _facts_left(self) -> tuple[Any, ...]:
+        return tuple(facts_of(place) for place in self._guarded)
 
     @property
     def _left(self) -> Left:
@@ -197,10 +203,11 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, place)
 
 
-def _first_on_memory(model: torch.nn.Module) -> dict[int, int]:
+def _first_on_memory(model: torch.nn.Module, left: Left) -> dict[int, int]:
     """Return, by memory, the number of the first of the model's parameters and buffers that lies there."""
     first: dict[int, int] = {}
-    for number, tensor in enumerate((*model.parameters(), *model.buffers())):
+    kept = (t for m in model.modules() for t in _values(m._buffers, left) if t is not None)
+    for number, tensor in enumerate((*model.parameters(), *kept)):
         if has_memory(tensor):
             first.setdefault(memory_of(tensor), number)
     return first
@@ -292,11 +299,11 @@ def _found_slot_names(kind: Any) -> tuple[str, ...]:
 def _state_of(model: torch.nn.Module, left: Left, buffers_by_id: bool) -> tuple[Any, ...]:
     state: list[Any] = []
     known: dict[int, Any] = {}
-    own, first = _own_tensors(model), _first_on_memory(model)
+    own, first = _own_tensors(model), _first_on_memory(model, left)
     for module in model.modules():
         children = [(name, id(child)) for name, child in module._modules.items() if child is not None]
         state += (id(module), type(module), *children)
-        for name, t in (*module._parameters.items(), *module._buffers.items()):
+        for name, t in (*module._parameters.items(), *_items(module._buffers, left)):
             if t is not None:
                 itself = id(t) if buffers_by_id or name in module._parameters else None
                 state += (name, itself, _facts(t), first.get(memory_of(t)) if has_memory(t) else None)

@@ -20,19 +20,22 @@ from torch.overrides import TorchFunctionMode
 
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.pytrees import flattened
-from fxmem.capture.side_effects import NONE, SideEffects, side_effects
+from fxmem.capture.side_effects import NONE, SideEffects, facts_of, side_effects
 from fxmem.capture.value_guards import seeing_values
 from fxmem.errors import CaptureError, ChangedArgumentError, chain_of, first_lines, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, attributes_restored
 from fxmem.fake.generators import Draws, seeds
+from fxmem.fake.modes import FewLooks, TooManyLooks
 from fxmem.fake.op_log import OpLog
 from fxmem.fake.python_state import Place, PythonState
 from fxmem.op_facts import names_of
 from fxmem.op_facts.kinds import AddedByExport
-from fxmem.runtime.autocast import casts_kept
+from fxmem.runtime.autocast import Autocast, casts_kept
 from fxmem.runtime.backend_flags import present
 from fxmem.torch_patches import calls_told_to
 from fxmem.torch_private import DynamicOutputShapeException, graph_nodes, in_transform, tree_leaves, version_of
+
+Ops = list[tuple[str, tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,24 @@ class _Run:
     """Places outside of the graph that it changed, with what they hold."""
     again: dict[Place, Any]
     """The same, for a second forward right after, if there was one."""
-    ops: list[tuple[str, tuple[str, ...]]]
-    ops_again: list[tuple[str, tuple[str, ...]]]
+    ops: Ops
+    repeated: tuple[Ops, Ops]
+    """Of two calls after each other: of this one and the next, or of the two after it if this one is a first one."""
     new_buffers: frozenset[str]
     """Buffers of the model that it wrote to, or exchanged for others."""
     arguments: tuple[int | str, ...] = ()
     """Containers among its arguments that it put something else into."""
+    moved: tuple[Place, ...] = ()
+    """What lay otherwise after the first call, if the second read it or did otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a model that was not captured, which may wait for values that a run on fakes never gives it."""
+
+    parameters: tuple[torch.Tensor, ...]
+    autocast: Autocast | None
+    effects: SideEffects = NONE
 
 
 def check_faithful(model: torch.nn.Module, captured: CaptureGraph, inputs: Inputs) -> SideEffects:
@@ -60,7 +75,7 @@ def check_faithful(model: torch.nn.Module, captured: CaptureGraph, inputs: Input
     what it leaves in Python that the graph could leave too, if it were captured for that."""
     try:
         eager = _run(model, model, captured, inputs, twice=True)
-        missing = NONE if captured.effects else side_effects(eager.left, eager.again, eager.arguments)
+        missing = NONE if captured.effects else _left_by(model, eager)
         if missing:
             return missing
         graph = _run(captured.graph_module, model, captured, inputs, twice=bool(eager.again))
@@ -84,6 +99,18 @@ def check_faithful(model: torch.nn.Module, captured: CaptureGraph, inputs: Input
     _check_ops(model, eager, graph)
     captured.effects.check_unread(captured.tensors_read())
     return NONE
+
+
+def effects_seen(model: torch.nn.Module, autocast: Autocast | None, inputs: Inputs) -> SideEffects:
+    """Return what a forward of ``model`` leaves in Python, as a run on fakes shows; nothing where it does not run there."""
+    try:
+        return _left_by(model, _run(model, model, _Call(tuple(model.parameters()), autocast), inputs, twice=True))
+    except (Exception, TooManyLooks):
+        return NONE
+
+
+def _left_by(model: torch.nn.Module, eager: _Run) -> SideEffects:
+    return side_effects(model, eager.left, eager.again, eager.arguments, eager.moved)
 
 
 def _check_ops(model: torch.nn.Module, eager: _Run, graph: _Run) -> None:
@@ -152,8 +179,12 @@ def _check_effects(effects: SideEffects, model: torch.nn.Module, eager: _Run, gr
             f"{name} changes {changed} in every forward; a captured graph would not. Keep it in a tensor, by "
             "register_buffer, or do it outside of the model."
         )
-    if eager.ops != eager.ops_again:
-        first, second = _first_difference(eager.ops, eager.ops_again)
+    first_ops, second_ops = eager.repeated
+    special = next((place for place in eager.left if place not in kept), None) if first_ops is not eager.ops else None
+    if special is not None:
+        second_ops, first_ops = first_ops, eager.ops
+    if first_ops != second_ops:
+        first, second = _first_difference(first_ops, second_ops)
         raise CaptureError(
             f"{name} computes something else when it is called again with the same arguments ({first}, then {second}); a "
             "captured graph would not. If only its first call is special, call it once before fxmem.optimize; if it "
@@ -171,19 +202,17 @@ def _written(op: tuple[str, tuple[str, ...]]) -> str:
 
 
 def _run(
-    module: torch.nn.Module, model: torch.nn.Module, captured: CaptureGraph, inputs: Inputs, *, twice: bool
+    module: torch.nn.Module, model: torch.nn.Module, captured: CaptureGraph | _Call, inputs: Inputs, *, twice: bool
 ) -> _Run:
     """Run ``module``, the model itself or its graph, once or two times on fakes."""
     world = FakeWorld(inputs.leaves)
     fakes = [world.fake_all(leaf) for leaf in inputs.leaves]
     arguments: dict[int | str, None] = {}
 
-    def forward() -> tuple[Any, list[tuple[str, tuple[str, ...]]]]:
-        autocast = captured.autocast
-        # No cast is to be at hand when the forward is run again.
+    def forward() -> tuple[Any, OpLog]:
         with (
-            casts_kept(False),
-            autocast.enter() if autocast else nullcontext(),
+            casts_kept(False),  # none is to be at hand when the forward is run again
+            captured.autocast.enter() if captured.autocast else nullcontext(),
             OpLog([fakes, [world.fake(p) for p in captured.parameters]]) as log,
         ):
             if module is model:
@@ -194,14 +223,15 @@ def _run(
                 arguments.update(put_into)
             else:
                 outputs = module(*fakes)
-        return outputs, log.ops
+        return outputs, log
 
     buffers = {name: world.fake(buffer) for name, buffer in model.named_buffers()}
-    with attributes_restored(model), world.state_of(module), world.active(), ScalarReads():
+    looks = FewLooks() if isinstance(captured, _Call) else ScalarReads()
+    with attributes_restored(model), world.state_of(module), world.active(), looks:
         draws = Draws()
         before, versions = PythonState(model), {name: version_of(buffer) for name, buffer in buffers.items()}
         with _calls_noted() as calls, draws.watching():
-            outputs, ops = forward()
+            outputs, log = forward()
         exchanged = next(before.exchanged(), None)
         if exchanged is not None:
             raise CaptureError(
@@ -213,16 +243,37 @@ def _run(
         new_buffers = frozenset(
             name for name, b in buffers.items() if there.get(name) is not b or version_of(b) != versions[name]
         )
+        with_grad = _buffers_with_grad(model, buffers) if module is model else {}
+        new_buffers -= with_grad.keys()
+        left |= dict(with_grad.values())
+        nodes, ops = _autograd_nodes(outputs), log.ops
         if not twice:
-            return _Run(_autograd_nodes(outputs), calls, left, {}, ops, ops, new_buffers, tuple(arguments))
+            return _Run(nodes, calls, left, {}, ops, (ops, ops), new_buffers, tuple(arguments))
+        facts = {place: facts_of(place) for place in left}
         between, draws_again = PythonState(model), Draws(draws.own)
         with draws_again.watching():
-            _, ops_again = forward()
+            _, log_again = forward()
         again = between.changes()
-        moved = draws.moved or draws_again.moved
-        if not _SEEDINGS & set(calls) and (draws_again.makes_one or (moved and seeds(forward))):
-            calls.append("manual_seed or set_state of a torch.Generator")
-    return _Run(_autograd_nodes(outputs), calls, left, again, ops, ops_again, new_buffers, tuple(arguments))
+        drawn = draws.moved or draws_again.moved
+        if not _SEEDINGS & set(calls) and (draws_again.makes_one or (drawn and seeds(forward))):
+            calls.append(_OF_GENERATORS)
+        after = (log_again.ops, log_again.ops if ops == log_again.ops else forward()[1].ops)
+    moved = tuple(p for p in left if facts[p] != facts_of(p) and (ops != after[0] or log_again.was_given(left[p])))
+    repeated = after if moved else (ops, after[0])
+    return _Run(nodes, calls, left, again, ops, repeated, new_buffers, tuple(arguments), moved)
+
+
+def _buffers_with_grad(
+    model: torch.nn.Module, before: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[Place, torch.Tensor]]:
+    """Return, by name, the buffers that were exchanged for tensors with a gradient (NOTE [State between calls], rule 1)."""
+    found = {}
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items() if not isinstance(module, torch.jit.ScriptModule) else ():
+            name = f"{path}.{key}" if path else key
+            if buffer is not None and buffer.requires_grad and before.get(name, buffer) is not buffer:
+                found[name] = Place(type(module).__name__, key, id(module._buffers), key, module._buffers), buffer
+    return found
 
 
 @contextmanager
@@ -261,6 +312,7 @@ def _harmless(node: Any) -> bool:
 
 _SEEDING = "Draw from a torch.Generator of the model's own instead."
 _SEEDINGS = frozenset({"torch.manual_seed", "torch.set_rng_state", "torch.random.fork_rng"})
+_OF_GENERATORS = "manual_seed or set_state of a torch.Generator"
 _CASTING = "Say with torch.autocast(..., cache_enabled=False) where no cast is to be kept."
 _HOOKING = "Set the hook on a parameter, or outside the model."
 _REMEDIES = {
@@ -273,7 +325,7 @@ _REMEDIES = {
     "torch.manual_seed": _SEEDING,
     "torch.set_rng_state": _SEEDING,
     "torch.random.fork_rng": _SEEDING,
-    "manual_seed or set_state of a torch.Generator": "Make and seed generators outside the model's forward; keep numbers "
+    _OF_GENERATORS: "Make and seed generators outside the model's forward; keep numbers "
     "that are to be the same in each call in a buffer.",
     "torch.inference_mode": "Use torch.no_grad.",
     "torch.clear_autocast_cache": _CASTING,

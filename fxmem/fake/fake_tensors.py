@@ -7,7 +7,7 @@ aliases are kept. Real tensors are never touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,7 @@ from fxmem.torch_patches import (
     no_value_checks,
     without_optimizer_hooks,
 )
-from fxmem.torch_private import FakeTensor, FakeTensorMode, storage_key, tree_map_only
+from fxmem.torch_private import FakeTensor, FakeTensorMode, storage_key, tree_leaves, tree_map_only, without_modes
 
 
 class FakeWorld:
@@ -51,7 +51,7 @@ class FakeWorld:
         known = self._fakes.get(id(tensor))
         if known is not None:
             return known[1]
-        fake = self._new_fake(tensor) if tensor.is_leaf else made_outside(self._new_fake(tensor.detach()))
+        fake = self._new_fake(tensor) if tensor.is_leaf else made_outside(self._new_fake(_detached(tensor)))
         if isinstance(tensor, torch.nn.Parameter) and not isinstance(fake, torch.nn.Parameter):
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
         if fake.is_leaf:
@@ -68,9 +68,11 @@ class FakeWorld:
             self.mode.allow_fallback_kernels = False
         if self._moved and tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor):
             return self._moved_fake(tensor)
-        if isinstance(tensor, FakeTensor):  # an alias, so that its gradient is its own
+        if (
+            isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode
+        ):  # an alias, so that its gradient is its own
             return tensor.detach().requires_grad_(tensor.requires_grad)
-        if not tensor.is_meta:
+        if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
             fake = self.mode.from_tensor(tensor, static_shapes=True)
             return fake.detach().requires_grad_(tensor.requires_grad) if self._shared else fake
         with self.mode:
@@ -78,7 +80,7 @@ class FakeWorld:
                 tensor.size(),
                 tensor.stride(),
                 dtype=tensor.dtype,
-                device=self._device,
+                device=self._device if tensor.is_meta else tensor.device,
                 requires_grad=tensor.requires_grad,
             )
 
@@ -119,6 +121,8 @@ class FakeWorld:
             with ExitStack() as stack:
                 for module in modules:  # before there are fakes: a buffer that the body replaces is held by nobody
                     stack.enter_context(attributes_restored(module))
+                for module in each:
+                    vars(module).update(self._of_graphs(vars(module)))
                 for registry in registries:
                     registry.update((name, self.fake(t)) for name, t in registry.items() if t is not None)  # type: ignore[misc]
                 yield
@@ -126,6 +130,11 @@ class FakeWorld:
             for registry, before in zip(registries, saved, strict=True):
                 registry.clear()
                 registry.update(before)  # type: ignore[arg-type]
+
+    def _of_graphs(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Return fakes of those attributes that an earlier call left with its autograd graph behind them."""
+        held = [(name, value) for name, value in attributes.items() if isinstance(value, torch.Tensor | list | tuple)]
+        return {name: self.fake_all(value) for name, value in held if any(map(_has_graph, tree_leaves(value)))}
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let go of the fakes of ``tensors``, which live on where else they are held."""
@@ -171,6 +180,16 @@ def made_outside(fake: torch.Tensor) -> torch.Tensor:
     """Return ``fake`` as a part of an autograd graph that goes on outside: no leaf, but no view of one either."""
     made = _Outside.apply(fake, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
     return cast(torch.Tensor, made)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without its graph. Under a mode of fakes, writes to the result would count as the tensor's."""
+    with nullcontext() if isinstance(tensor, FakeTensor) else without_modes():
+        return tensor.detach()
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_leaf
 
 
 def check_device(device: torch.device) -> torch.device:

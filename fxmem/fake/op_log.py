@@ -20,13 +20,20 @@ class OpLog(TorchDispatchMode):
     def __init__(self, tensors: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[tuple[str, tuple[str, ...]]] = []
+        self.given: set[int] = set()
+        """The storages of all tensors that ops were given."""
         self._depends = {_storage_key(t) for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)}
         self._alive: list[torch.Tensor] = []
+
+    def was_given(self, value: Any) -> bool:
+        """True if some op was given a tensor of ``value``."""
+        return any(isinstance(leaf, torch.Tensor) and _storage_key(leaf) in self.given for leaf in tree_leaves(value))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         leaves = leaves_of((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.given.update(map(_storage_key, tensors))
         if func.namespace == "prim" or func.is_view or not (schema_of(func).returns or schema_of(func).is_mutable):
             return output
         seeded = torch.Tag.nondeterministic_seeded in func.tags

@@ -152,7 +152,7 @@ class _Tracer:
         if phase is Phase.OPTIMIZER:
             self.gradients.update(self._gradient_serials())
             # A buffer that requires grad has a gradient left too.
-            if not any(buffer.requires_grad for buffer in self.graph_module.buffers()):
+            if not any(buffer.requires_grad and buffer.is_leaf for buffer in self.graph_module.buffers()):
                 parameters = [self.world.fake(p) for p in self.captured.parameters]
                 left = gradients_of if self.optimizer is None else self.optimizer.left
                 self.left = left(parameters)
@@ -181,7 +181,7 @@ class _Tracer:
         ):
             pairs = list(zip(self.captured.parameters, parameters, strict=True))
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
-            buffers = [self.world.fake(b) for b in self.graph_module.buffers() if b.requires_grad]
+            buffers = [self.world.fake(b) for b in self.graph_module.buffers() if b.requires_grad and b.is_leaf]
             self.leaves_with_grad = parameters + buffers + leaves
             optimizer, scaler = steady_state(step, pairs, micro_batch, self.tracker, seen)
             self.optimizer = optimizer

@@ -193,3 +193,24 @@ def test_a_forward_that_is_set_later_and_calls_the_planned_one_stays_around_the_
     assert told_by(lambda: [model(batch()).sum().backward() for _ in range(2)]) == []
     assert not model.fxmem.set_forwards
     assert model.fxmem.is_planned
+
+
+def test_a_plan_of_the_first_method_counts_what_others_take_after_it() -> None:
+    torch.manual_seed(0)
+    eager = Auto()
+    eager.encoder = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
+    eager.decoder = copy.deepcopy(eager.encoder)
+    peaks, budget_bytes, planned = [], 0, eager
+    for _ in range(2):
+        for _ in range(3):
+            x = torch.randn(256, WIDTH)
+            with fxmem.track(planned, x) as memory:
+                loss = (planned.decode(planned.encode(x)) - x).square().mean()
+                loss.backward()
+            planned.zero_grad()
+            del loss
+        peaks.append(memory.peak_bytes)
+        if planned is eager:
+            budget_bytes = int(0.7 * memory.peak_bytes)
+            planned = fxmem.optimize(eager, methods=("encode", "decode"), budget=budget_bytes, cost="cpu", **QUICK)
+    assert peaks[1] == planned.fxmem.methods["encode"].report.predicted_peak_bytes <= budget_bytes < peaks[0]

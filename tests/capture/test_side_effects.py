@@ -117,24 +117,6 @@ def test_dicts_and_lists_among_arguments_hold_what_the_model_puts_there() -> Non
         assert all(a == b if isinstance(a, str) else torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-class Recurrent(nn.Module):
-    """Reads what its latest call has left, which a graph would have as a constant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.state = nn.Linear(WIDTH, WIDTH), torch.zeros(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x) + self.state
-        self.state = y.detach().mean(0)
-        return y
-
-
-def test_what_is_read_before_it_is_left_is_refused_by_name() -> None:
-    with pytest.raises(fxmem.CaptureError, match=r"Recurrent reads in forward what an earlier call left .* 'state'"):
-        fxmem.optimize(Recurrent(), torch.randn(ROWS, WIDTH))
-
-
 class Deciding(nn.Module):
     """Reads in calls with a mask what calls without one have left."""
 

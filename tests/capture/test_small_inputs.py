@@ -255,8 +255,8 @@ class Transcriber(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)), nn.Linear(16, 4))
 
-    def forward(self, x: torch.Tensor, texts: torch.Tensor, lengths: Any) -> torch.Tensor:
-        return functional.ctc_loss(self.layers(x).log_softmax(-1), texts, *lengths)
+    def forward(self, x: torch.Tensor, texts: torch.Tensor, lengths: Any, **options: Any) -> torch.Tensor:
+        return functional.ctc_loss(self.layers(x).log_softmax(-1), texts, *lengths, **options)
 
 
 def test_a_ctc_loss_is_planned() -> None:
@@ -274,4 +274,45 @@ def test_a_ctc_loss_is_planned() -> None:
         gradients.append([loss.detach(), *(p.grad for p in model.parameters())])
     assert all(map(torch.equal, *gradients))
     assert memory.peak_bytes <= optimized.fxmem.report.predicted_peak_bytes == floor
+    assert optimized.fxmem.plan.dropped
+
+
+class Estimator(nn.Module):
+    """Means and variances, and the Gaussian loss of them, which asks whether variances are below 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)), nn.Linear(16, 2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mean, spread = self.layers(x).unbind(-1)
+        return functional.gaussian_nll_loss(mean, y, spread.square(), eps=0.01)
+
+
+def test_a_gaussian_loss_keeps_what_it_does_without_gradients() -> None:
+    x, y, model, gradients = torch.randn(64, 16), torch.randn(64), Estimator(), []
+    optimized = fxmem.optimize(model, (x, y), optimizer=None, planner="chen", policy=[("*", "recompute")])
+    for candidate in (model, optimized):
+        model.zero_grad()
+        candidate(x, y).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert optimized.fxmem.plan.dropped
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none", "zero_infinity": True}])
+@pytest.mark.parametrize("is_batched", [True, False])
+def test_a_ctc_loss_of_lengths_in_lists_is_planned(options: dict[str, Any], is_batched: bool) -> None:
+    x, texts, lengths = torch.randn(24, 8, 16), torch.randint(1, 4, (8, 5)), ((24,) * 8, (5, 4, 3, 2, 1, 5, 4, 5))
+    if not is_batched:
+        x, texts, lengths = x[:, 0], texts[0], ((24,), (5,))
+    model, gradients = Transcriber(), []
+    asked: dict[str, Any] = {"optimizer": None, "planner": "chen", "cost": "cpu"}
+    optimized = fxmem.optimize(model, (x, texts, lengths), options, policy=[("*", "recompute")], **asked)
+    for candidate in (model, optimized):
+        model.zero_grad()
+        loss = candidate(x, texts, lengths, **options)
+        loss.sum().backward()
+        gradients.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *gradients))
     assert optimized.fxmem.plan.dropped

@@ -14,9 +14,9 @@ from fxmem.fake.fake_tensors import ScalarReads
 from tests.torch_patches.canaries import canary, ops_of, outcome
 
 
-@canary(patched=[(2, 5, 7), (5, 2, 4)], plain="raises")
+@canary(patched=[(2, 5, 7), (5, 2, 4), ()], plain="raises")
 def ctc_losses(on: bool) -> object:
-    """Shapes of what a fake CTC loss saves, and of its gradient."""
+    """Shapes of what a fake CTC loss saves, of its gradient, and of a mean over lengths that are numbers."""
 
     def run() -> object:
         with FakeTensorMode(), patches.ctc_losses() if on else nullcontext():
@@ -24,7 +24,8 @@ def ctc_losses(on: bool) -> object:
             lengths = torch.full((2,), 5), torch.full((2,), 3)
             loss, table = torch.ops.aten._ctc_loss(log_probs, torch.ones(2, 3, dtype=torch.int64), *lengths)
             (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
-            return [tuple(table.shape), tuple(gradient.shape)]
+            mean = torch.nn.functional.ctc_loss(log_probs, torch.ones(2, 3, dtype=torch.int64), (5, 5), (3, 2))
+            return [tuple(table.shape), tuple(gradient.shape), tuple(mean.shape)]
 
     return outcome(run)
 
@@ -43,11 +44,12 @@ def grouped_matmuls(on: bool) -> object:
 
 @canary(patched="made", plain="raises")
 def no_value_checks(on: bool) -> object:
-    """Whether a distribution can be made of fakes."""
+    """Whether a distribution can be made of fakes, and a Gaussian loss of them."""
 
     def run() -> object:
         with FakeTensorMode(), patches.no_value_checks() if on else nullcontext():
             torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+            torch.nn.functional.gaussian_nll_loss(torch.zeros(2), torch.zeros(2), torch.ones(2))
         return "made"
 
     with mock.patch.object(torch.distributions.Distribution, "_validate_args", True):  # dynamo sets it for good
