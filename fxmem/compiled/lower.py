@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import ShortenTraceback, Unsupported
+from torch._dynamo.exc import ShortenTraceback, Unsupported, UserError
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import CompileContext
@@ -109,9 +109,9 @@ def whole_graphs() -> Iterator[None]:
     try:
         with dynamo_config.patch(ignore_logging_functions=dynamo_config.ignore_logging_functions | loggers):
             yield
-    except Unsupported as error:
+    except (Unsupported, UserError) as error:
         raise CaptureError(
-            f"torch.compile cannot follow the model in one graph, which a budget over its step needs: {first_lines(error)}. "
+            f"torch.compile cannot follow the model in one graph, which a budget needs: {first_lines(error)}. "
             'Train it with backend="eager", the default, or keep what breaks the graph out of its forward'
         ) from error
 

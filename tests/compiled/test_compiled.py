@@ -75,7 +75,7 @@ class Looking(Net):
 
 @pytest.mark.slow
 def test_a_model_that_logs_is_one_graph_and_one_that_looks_at_values_is_told_of() -> None:
-    x, y = batch()
+    x, _ = batch()
     options = {**OPTIONS, "backend": "inductor"}
     told, plain = (fxmem.optimize(kind(), x, budget="1GB", **options).fxmem.report for kind in (Logging, Net))
     assert told.predicted_peak_bytes == plain.predicted_peak_bytes
