@@ -7,15 +7,17 @@ what CUDA's allocator adds or a training loop holds; so each plan that is tried 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
+from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.joint_steps import runtime_for
-from fxmem.errors import InfeasibleBudgetError
+from fxmem.errors import InfeasibleBudgetError, VerificationError
 from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Timeline, Verification
-from fxmem.passes.context import CompileContext, Settings
+from fxmem.passes.context import CallScope, CompileContext, Settings
 from fxmem.passes.contract import run_passes
 from fxmem.passes.emit import Emit
 from fxmem.planners.pareto import cheapest_within, pareto
@@ -25,6 +27,7 @@ from fxmem.planners.policy import constrain, enforce
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.allocator_state import MOST_UNSPLIT_BYTES, AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_times_like
+from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.training_step import ONCE
 from fxmem.profiling.verify import FakeStep, emitted_step, verify
@@ -188,6 +191,61 @@ def with_budget(context: CompileContext, eager: FakeStep, profiled: Profiled) ->
         context = context.with_settings(budget_bytes=int(share * bound))
     beside_bytes = max(0, bound - eager.peak_bytes) + _slack_for(profiled, context.settings)
     return context.with_settings(beside_bytes=beside_bytes)
+
+
+@dataclass(slots=True)
+class ProgramJudge:
+    """Tells what a step takes that runs as a program, before it does, and by how much that exceeds the budget."""
+
+    context: CompileContext
+    """Without the batch, which is not kept for this."""
+    captured: CaptureGraph
+    graph_module: fx.GraphModule
+    seen: RecordedStep | None
+    room_bytes: int | None
+    """What the planned step leaves of the budget."""
+    scope: CallScope
+    peak_bytes: int | None = None
+    """Of the program that it was asked for last; None where it could not be told."""
+    cuda: AllocatorPeaks | None = None
+
+    @staticmethod
+    def of(
+        context: CompileContext,
+        captured: CaptureGraph,
+        graph_module: fx.GraphModule,
+        seen: RecordedStep | None,
+        room_bytes: int | None,
+    ) -> ProgramJudge:
+        devices = tuple(dict.fromkeys(tensor.device for tensor in (*captured.parameters, *context.inputs.tensors)))
+        scope = CallScope.around(devices)
+        return ProgramJudge(context.without_values(), captured, graph_module, seen, room_bytes, scope)
+
+    def __call__(self, run: Callable[[Sequence[Any]], Sequence[Any]], leaves: Sequence[Any]) -> int:
+        """``run``: a call on fakes. ``leaves``: of a call to come. Where the loop goes backward otherwise than was planned
+        for, its step is not known; then the slack that the plan left decides."""
+        context, on_cuda = self._context_for(leaves), any(device.type == "cuda" for device in self.scope.devices)
+        budget_bytes = context.settings.budget_bytes
+        self.peak_bytes = self.cuda = None
+        try:
+            ran = self._ran(run, context)
+        except VerificationError:
+            if not on_cuda or budget_bytes is None or self.room_bytes is None:
+                return 0
+            return slack_of(budget_bytes) - self.room_bytes
+        self.peak_bytes = ran.peak_bytes
+        self.cuda = ran.events.peaks(context.allocator_state()) if on_cuda else None
+        return 0 if budget_bytes is None else bound_bytes(ran.peak_bytes, self.cuda, context.settings) - budget_bytes
+
+    def _context_for(self, leaves: Sequence[Any]) -> CompileContext:
+        return replace(self.context, inputs=Inputs(tuple(leaves), self.context.inputs.spec))
+
+    def _ran(self, run: Callable[[Sequence[Any]], Sequence[Any]], context: CompileContext) -> FakeStep:
+        def call(fakes: Sequence[Any]) -> Any:
+            return self.captured.unflatten(run(fakes))
+
+        with self.scope.entered():
+            return emitted_step(self.graph_module, self.captured, context.inputs, context.step, self.seen, call)
 
 
 def stepped_in_backward(profiled: Profiled, context: CompileContext, emitted: Emitted) -> tuple[ChoiceMade, ...]:

@@ -7,8 +7,7 @@ In: a :class:`CompileContext`, which holds a model, one call's inputs and what t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph
 from fxmem.emitted import (
     Emitted,
+    ProgramJudge,
     bound_bytes,
     emit_if_all_fits,
     emit_point,
@@ -26,7 +26,6 @@ from fxmem.emitted import (
     emit_within_budget,
     is_on_cuda,
     least_of,
-    slack_of,
     stepped_in_backward,
     with_budget,
 )
@@ -36,7 +35,7 @@ from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Phase, Plan
 from fxmem.passes import compress_saved, lean_backwards
 from fxmem.passes.chunk import Chunk
 from fxmem.passes.compress_saved import CompressSaved
-from fxmem.passes.context import CompileContext, Settings
+from fxmem.passes.context import CallScope, CompileContext, Settings
 from fxmem.passes.contract import Pass, run_passes
 from fxmem.passes.inplace import Inplace
 from fxmem.passes.lean_backwards import LeanBackwards
@@ -54,7 +53,6 @@ from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
 from fxmem.report.modules import module_rows
 from fxmem.report.text import Report, build_report
-from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
 from fxmem.runtime.programs.joint import JointSteps
 from fxmem.runtime.step_in_backward import has_foreign_hooks
 from fxmem.torch_patches import as_in_training
@@ -84,6 +82,8 @@ class Compiled:
     """What other runs of the step may rely on."""
     joint: JointSteps | None = None
     """What runs its steps as programs, if that is asked for."""
+    judge: ProgramJudge | None = None
+    """Tells what such a step takes."""
     later: Later | None = None
     """Under a quick plan: the search for the others, which goes on beside."""
 
@@ -96,9 +96,17 @@ class Compiled:
         return self.captured.unflatten(outputs), outputs
 
     @property
-    def report(self) -> Report:
-        """What was planned, for the size of the call."""
+    def planned_report(self) -> Report:
+        """What was planned, for the size of the call, on the tape."""
         return self._report if isinstance(self._report, Report) else self._report()
+
+    @property
+    def report(self) -> Report:
+        """The same, with the peak of a step as it runs."""
+        report, judge = self.planned_report, self.judge
+        if judge is None or judge.peak_bytes is None or self.joint is None or self.joint.runtime != "program":
+            return report
+        return replace(report, predicted_peak_bytes=judge.peak_bytes, cuda=judge.cuda)
 
 
 def compile_model(
@@ -182,9 +190,19 @@ class Steps:
             modules=module_rows(context.model, profiled.profile, emitted.point.plan, context.step),
             points=planned.points if planned else (),
         )
-        joint = context.joint_steps(profiled.captured, emitted.graph_module, room_bytes(report))
-        plan = emitted.point.plan
-        return Compiled(emitted.graph_module, profiled.captured, plan, report, planned, profiled.seen, joint)
+        compiled = Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
+        return with_programs(compiled, context, room_bytes(report))
+
+
+def with_programs(
+    compiled: Compiled, context: CompileContext, room_bytes: int | None, num_watched: int = 1
+) -> Compiled:
+    """Return ``compiled`` with what runs the steps of ``context`` as programs, if that is asked for."""
+    captured, graph_module = compiled.captured, compiled.graph_module
+    judge = ProgramJudge.of(context, captured, graph_module, compiled.seen, room_bytes)
+    return replace(
+        compiled, joint=context.joint_steps(captured, graph_module, room_bytes, judge, num_watched), judge=judge
+    )
 
 
 def peak_of(compiled: Compiled, context: CompileContext) -> int:
@@ -197,12 +215,12 @@ def peak_of(compiled: Compiled, context: CompileContext) -> int:
 
 
 def room_bytes(report: Report) -> int | None:
-    """Return what a step leaves of its budget to programs in forward and backward, on CUDA at all and beside their slack;
-    None if there is no budget."""
+    """Return what a step leaves of its budget to what writes a program down, in forward and backward, on CUDA at all; None
+    if there is no budget. ``report``: of the plan on the tape."""
     if report.budget_bytes is None:
         return None
     if report.cuda is not None:
-        return report.budget_bytes - report.cuda.most_allocated_bytes - slack_of(report.budget_bytes)
+        return report.budget_bytes - report.cuda.allocated_bytes
     steps = [step.live_bytes for step in report.timeline.steps if step.phase in (Phase.FORWARD, Phase.BACKWARD)]
     return report.budget_bytes - max(steps, default=0)
 
@@ -267,32 +285,6 @@ def least_bytes_within(profiled: Profiled, context: CompileContext, planned: lis
     points = frontier_of(profile, context)
     planned.append(Planned(profile, points))
     return floor_bytes(profiled, context, points)
-
-
-@dataclass(frozen=True, slots=True)
-class CallScope:
-    """What a call was made under, to plan for it later."""
-
-    regions: tuple[Autocast, ...]
-    """Autocast regions around the call."""
-    casts: bool
-    """Whether their casts are kept."""
-    devices: tuple[torch.device, ...]
-
-    @staticmethod
-    def around(devices: tuple[torch.device, ...]) -> CallScope:
-        """Return what is on now."""
-        regions = tuple(region for kind in {d.type for d in devices} if (region := Autocast.of(kind)))
-        return CallScope(regions, torch.is_autocast_cache_enabled(), devices)
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for scope in (as_in_training(), autocast_as_in_forward(None, self.devices), casts_kept(self.casts)):
-                stack.enter_context(scope)
-            for region in self.regions:
-                stack.enter_context(region.enter())
-            yield
 
 
 @dataclass(frozen=True, slots=True)

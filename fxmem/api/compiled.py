@@ -126,10 +126,13 @@ class CompiledNamespace:
         return self._backend.reports[-1]
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one training call, compiled."""
+        """Run one training call, compiled. Errors: ``CaptureError`` where it cannot be one graph."""
+        from fxmem.compiled.lower import whole_graphs
+
         self._inputs = Inputs.of(args, kwargs, self.original)
         try:
-            return self._call(*args, **kwargs)
+            with whole_graphs():
+                return self._call(*args, **kwargs)
         finally:
             self._inputs = None
 

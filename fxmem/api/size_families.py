@@ -25,8 +25,8 @@ from fxmem.capture.dynamic_batch import (
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.errors import CaptureError, InputError
-from fxmem.passes.context import CompileContext
-from fxmem.pipeline import CallScope, Compiled, UnplannedFloor, report_at, room_bytes
+from fxmem.passes.context import CallScope, CompileContext
+from fxmem.pipeline import Compiled, UnplannedFloor, report_at, room_bytes, with_programs
 from fxmem.planners.plan_transfer import Planned
 from fxmem.profiling.verify import emitted_step
 from fxmem.report.text import Report
@@ -168,7 +168,7 @@ def is_of_own_size(compiled: Compiled) -> bool:
 def report_planned_for(compiled: Compiled) -> Report:
     """Return the report of the size that ``compiled`` was planned for, which a smaller one does not exceed."""
     report = compiled._report
-    return report.compiled.report if isinstance(report, LazyReport) else compiled.report
+    return report.compiled.planned_report if isinstance(report, LazyReport) else compiled.planned_report
 
 
 def _num_elements(shapes: Shapes) -> int:
@@ -206,5 +206,5 @@ class LazyReport:
 def taken_over(context: CompileContext, compiled: Compiled, origin: str) -> Compiled:
     """Return ``compiled`` as it serves the call and step of ``context``. ``origin``: what it was planned for."""
     room = room_bytes(report_planned_for(compiled))
-    joint = context.joint_steps(compiled.captured, compiled.graph_module, room, NUM_WATCHED)
-    return replace(compiled, _report=LazyReport(context, compiled, origin), planned=None, joint=joint, later=None)
+    taken = replace(compiled, _report=LazyReport(context, compiled, origin), planned=None, later=None)
+    return with_programs(taken, context, room, NUM_WATCHED)

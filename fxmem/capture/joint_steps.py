@@ -25,7 +25,7 @@ from fxmem.capture.graph import CaptureGraph, Inputs, attribute_of
 from fxmem.capture.written_state import written_by
 from fxmem.errors import InputError
 from fxmem.runtime import compressed_ops, frozen_batch_norm, inplace_ops, lean_backwards
-from fxmem.runtime.programs.joint import JointSteps
+from fxmem.runtime.programs.joint import JointSteps, Judge
 from fxmem.runtime.programs.recording import Inside, nothing_inside
 from fxmem.runtime.scoped_ops import op_of, op_text, region_of
 from fxmem.torch_private import OpOverload, tree_leaves
@@ -55,11 +55,13 @@ def joint_steps(
     num_watched: int = 1,
     asked_for: tuple[str, str] = ("auto", "allocated"),
     inside: Inside = nothing_inside,
+    judge: Judge | None = None,
 ) -> JointSteps | None:
     """Return what runs the steps of ``graph_module``, emitted from ``captured``, as programs; None if they run on the tape.
 
     ``room_bytes``: what a planned step leaves of its budget. ``num_watched``: calls before one is written down.
     ``asked_for``: the runtime, and what a budget bounds. ``inside``: what kernels take.
+    ``judge``: says whether a program keeps the budget.
     """
     devices = tuple(dict.fromkeys(t.device for t in (*captured.parameters, *inputs.tensors)))
     if runtime_for(*asked_for, devices) == "tape":
@@ -79,6 +81,7 @@ def joint_steps(
         num_watched,
         has_regions=captured.autocast_device is not None,
         inside=inside,
+        judge=judge,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import ShortenTraceback, Unsupported, UserError
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import CompileContext
@@ -30,7 +31,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
 
 from fxmem.disk_cache import digest
-from fxmem.errors import FxMemError
+from fxmem.errors import CaptureError, FxMemError, first_lines
 from fxmem.torch_patches.replacing import replaced, replaced_here
 
 Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.GraphModule, fx.GraphModule]]
@@ -96,6 +97,23 @@ def compilation_now() -> tuple[object, object]:
     often it did before."""
     current = CompileContext.current_compile_id()
     return (None, None) if current is None else (current.frame_id, current.frame_compile_id)
+
+
+@contextlib.contextmanager
+def whole_graphs() -> Iterator[None]:
+    """In the body Dynamo passes over what a model logs, where its graph would break, and what breaks it is told.
+
+    Errors: ``CaptureError`` where a model cannot be one graph.
+    """
+    loggers = {method for method in vars(logging.Logger).values() if callable(method)}
+    try:
+        with dynamo_config.patch(ignore_logging_functions=dynamo_config.ignore_logging_functions | loggers):
+            yield
+    except (Unsupported, UserError) as error:
+        raise CaptureError(
+            f"torch.compile cannot follow the model in one graph, which a budget needs: {first_lines(error)}. "
+            'Train it with backend="eager", the default, or keep what breaks the graph out of its forward'
+        ) from error
 
 
 def passing_dynamo(error: FxMemError) -> FxMemError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
@@ -23,8 +24,9 @@ from fxmem.profiling.roofline import Hardware, hardware_for
 from fxmem.profiling.storage_tracker import tensors_of
 from fxmem.profiling.training_step import TrainingStep
 from fxmem.progress import check_interrupted
-from fxmem.runtime.autocast import Autocast
-from fxmem.runtime.programs.joint import JointSteps
+from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
+from fxmem.runtime.programs.joint import JointSteps, Judge
+from fxmem.torch_patches import as_in_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +142,46 @@ class CompileContext:
         return replace(self, settings=replace(self.settings, **changes))
 
     def joint_steps(
-        self, captured: CaptureGraph, graph_module: fx.GraphModule, room_bytes: int | None, num_watched: int = 1
+        self,
+        captured: CaptureGraph,
+        graph_module: fx.GraphModule,
+        room_bytes: int | None,
+        judge: Judge | None,
+        num_watched: int = 1,
     ) -> JointSteps | None:
         """Return what runs steps of ``graph_module``, emitted from ``captured``, as programs; None if they run on the tape.
-        ``room_bytes``: what a planned step leaves of its budget. ``num_watched``: calls before one is written down."""
+        ``room_bytes``: what a planned step leaves of its budget. ``judge``: says whether a program keeps the budget.
+        ``num_watched``: calls before one is written down."""
         inside = DeviceMemory.of(p.device for p in captured.parameters).most_inside
         asked_for = self.settings.runtime, self.settings.budget_of
-        return joint_steps(captured, graph_module, self.inputs, room_bytes, num_watched, asked_for, inside)
+        return joint_steps(captured, graph_module, self.inputs, room_bytes, num_watched, asked_for, inside, judge)
 
     def without_values(self) -> CompileContext:
         """Return the context without the batch: shapes are all that a captured graph is profiled by."""
         return replace(self, inputs=without_values(self.inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class CallScope:
+    """What a call was made under, to plan for it later."""
+
+    regions: tuple[Autocast, ...]
+    """Autocast regions around the call."""
+    casts: bool
+    """Whether their casts are kept."""
+    devices: tuple[torch.device, ...]
+
+    @staticmethod
+    def around(devices: tuple[torch.device, ...]) -> CallScope:
+        """Return what is on now."""
+        regions = tuple(region for kind in {d.type for d in devices} if (region := Autocast.of(kind)))
+        return CallScope(regions, torch.is_autocast_cache_enabled(), devices)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for scope in (as_in_training(), autocast_as_in_forward(None, self.devices), casts_kept(self.casts)):
+                stack.enter_context(scope)
+            for region in self.regions:
+                stack.enter_context(region.enter())
+            yield

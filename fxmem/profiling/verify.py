@@ -57,10 +57,13 @@ def emitted_step(
     inputs: Inputs,
     step: TrainingStep = BARE,
     seen: RecordedStep | None = None,
+    call: Callable[[Sequence[Any]], Any] | None = None,
 ) -> FakeStep:
-    """Return what the training step of ``emitted`` takes. Errors: ``VerificationError`` if it cannot run."""
+    """Return what the training step of ``emitted`` takes. ``call``: what runs a call of it, if that is not its forward.
+    Errors: ``VerificationError`` if it cannot run."""
     try:
-        subject = _Subject(lambda leaves: captured.call(emitted, leaves), emitted, captured.graph_module)
+        forward = call or (lambda leaves: captured.call(emitted, leaves))
+        subject = _Subject(forward, emitted, captured.graph_module)
         with captured.effects.undone():
             return _ran(subject, captured, inputs, step, seen)
     except InputError:  # of the loss or the optimizer

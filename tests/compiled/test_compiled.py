@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,35 @@ def measured_peak_bytes(model: nn.Module, x: torch.Tensor, y: torch.Tensor, forw
     gc.collect()
     state = [t for each in optimizer.state.values() for t in each.values()]
     return sum(t.nbytes for t in (*model.parameters(), x, y, *state)) + allocator_rise_bytes(step)
+
+
+LOGGER = logging.getLogger("a model")
+
+
+class Logging(Net):
+    """Its forward logs, as those of transformers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        LOGGER.warning("%s is told", x.shape)
+        return super().forward(x)
+
+
+class Looking(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        return output if output.sum().item() > 0 else -output
+
+
+@pytest.mark.slow
+def test_a_model_that_logs_is_one_graph_and_one_that_looks_at_values_is_told_of() -> None:
+    x, _ = batch()
+    options = {**OPTIONS, "backend": "inductor"}
+    told, plain = (fxmem.optimize(kind(), x, budget="1GB", **options).fxmem.report for kind in (Logging, Net))
+    assert told.predicted_peak_bytes == plain.predicted_peak_bytes
+    with pytest.raises(
+        fxmem.CaptureError, match=r"cannot follow the model in one graph.*data-dependent.*backend=.eager"
+    ):
+        fxmem.optimize(Looking(), x, budget="1GB", **options)
 
 
 @pytest.mark.slow

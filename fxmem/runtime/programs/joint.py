@@ -33,6 +33,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -44,7 +45,7 @@ from fxmem.runtime.autocast import Autocast, Regions
 from fxmem.runtime.layout import View
 from fxmem.runtime.programs.instructions import Recording
 from fxmem.runtime.programs.program import Program, program_of
-from fxmem.runtime.programs.program_call import ProgramCall, gated
+from fxmem.runtime.programs.program_call import OnFakes, ProgramCall, gated
 from fxmem.runtime.programs.recording import Inside, nothing_inside
 from fxmem.runtime.programs.written_step import Seen, bits_by, shares_casts, written_down
 from fxmem.runtime.recompute import random_states_kept
@@ -56,6 +57,8 @@ NUM_LOOKED_AT = 4
 
 Run = Callable[[Callable[..., Any], Sequence[Any]], Sequence[Any]]
 """Calls a graph with leaves, as calls of it are made; returns the leaves of its output."""
+Judge = Callable[[Callable[[Sequence[Any]], Sequence[Any]], Sequence[Any]], int]
+"""Says by how many bytes a step exceeds its budget. It is given what runs a call on fakes, and the leaves of a real one."""
 
 _late_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
@@ -81,19 +84,22 @@ class JointSteps:
         *,
         has_regions: bool = False,
         inside: Inside = nothing_inside,
+        judge: Judge | None = None,
     ) -> None:
         """``written``: tensors that the graph writes. ``devices``: those it works on. ``autocast``: the region that its
         calls are in. ``room_bytes``: what a planned step leaves of its budget, None if there is no budget. ``refusal``: why
         it stays on the tape. ``num_watched``: calls before one is written down, which takes the time of some steps.
-        ``has_regions``: of autocast, inside. ``inside``: what kernels take."""
+        ``has_regions``: of autocast, inside. ``inside``: what kernels take. ``judge``: says whether a program keeps the
+        budget (NOTE [A program's peak], rule 4)."""
         self.graph_module, self.refusal, self.devices = graph_module, refusal, tuple(devices)
         self.autocast, self._run, self._num_watched = autocast, run, num_watched
-        self.inside = inside
+        self.inside, self._judge = inside, judge
         self.is_cast = autocast is not None or has_regions
         self._regions = None if autocast is None else Regions(torch.device(autocast.device_type))
         self._in_region: tuple[tuple[int, int | None], Callable[[], bool]] | None = None
         """Under autocast: the region of the latest call, and whether its backward is over or cannot be."""
         named = dict(graph_module.named_parameters())
+        self._state = self._named()
         self.parameters = tuple(parameter for parameter in named.values() if parameter.requires_grad)
         constants = [*named.values(), *graph_module.buffers(), *_attributes(graph_module)]
         self.constants = tuple(t for t in constants if not t.requires_grad)
@@ -112,8 +118,10 @@ class JointSteps:
         self._programs: dict[bool, Program] = {}
         """By whether gradients are there before."""
         self._told = ""
-        self._excess_bytes = 0
-        """Of the one for the latest call (NOTE [A program's peak])."""
+        self._too_large: dict[bool, str] = {}
+        """The same: why it is not used; nothing if it is."""
+        self._why_not = ""
+        """Of the one for the latest call."""
         self._room_bytes = None if room_bytes is None else room_bytes - sum(t.nbytes for t in self.written.values())
         """For what is alive beside a step that is written down."""
         self._is_tried = all(device.type == "cpu" for device in self.devices)
@@ -128,10 +136,10 @@ class JointSteps:
         """Say how calls run, and why."""
         if self.refusal:
             return f"tape: {self.refusal}"
-        if self._excess_bytes > 0:
-            return f"tape: as a program its peak would be {self._excess_bytes} bytes above the plan's"
+        if self._why_not:
+            return f"tape: {self._why_not}"
         if self._recording is None and (self._room_bytes or 0) < 0:
-            return "tape: the budget has no room for what a program may take beside its plan, or to write one down"
+            return "tape: the budget has no room to write a program down"
         return "tape: no step has been written down yet" if self._recording is None else "program"
 
     def _tell(self) -> None:
@@ -152,7 +160,7 @@ class JointSteps:
             if not self._may_be_written_down(held_bytes):
                 return self._watched(leaves, arguments)
             self._recording = self._recorded(leaves, arguments)
-        program = self._program()
+        program = self._program(leaves)
         self._tell()
         if program is None or not all(map(_lies_as, arguments, program.layouts)):
             return self._run(self.graph_module, leaves)
@@ -170,18 +178,26 @@ class JointSteps:
             return False
         return self._room_bytes is None or held_bytes <= self._room_bytes
 
-    def _program(self) -> Program | None:
+    def _program(self, leaves: Sequence[Any]) -> Program | None:
         """Return the program for a call, as things are; None if there is none."""
         if self._recording is None:
             return None
         at_once = self._gradients_are_there()
         if at_once not in self._programs:
             self._programs[at_once] = program_of(self._recording, at_once=at_once)
-        self._excess_bytes = self._programs[at_once].excess_bytes
-        if self._excess_bytes > 0:
-            return None
-        self.program = self._programs[at_once]
-        return self.program
+        program = self._programs[at_once]
+        if at_once not in self._too_large:
+            self._too_large[at_once] = self._too_large_by(program, leaves)
+        self._why_not = self._too_large[at_once]
+        self.program = self.program if self._why_not else program
+        return None if self._why_not else program
+
+    def _too_large_by(self, program: Program, leaves: Sequence[Any]) -> str:
+        """Say why ``program`` takes more than it may (NOTE [A program's peak]); nothing if it does not."""
+        excess_bytes, what = program.excess_bytes, "the plan's"
+        if excess_bytes <= 0 and self._judge is not None:
+            excess_bytes, what = self._judge(partial(self.on_fakes, program), leaves), "the budget"
+        return f"as a program its peak would be {excess_bytes} bytes above {what}" if excess_bytes > 0 else ""
 
     def _gradients_are_there(self) -> bool:
         return any(parameter.grad is not None for parameter in self.looked_at)
@@ -264,6 +280,19 @@ class JointSteps:
         except Exception as error:  # NOTE [Writing down] in written_step.py
             self.refusal = f"it could not be written down ({type(error).__name__}: {error})"
         return None if self.refusal else recording
+
+    def on_fakes(self, program: Program, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return the output leaves of a call of ``program`` with fake ``leaves``, where the graph's state is fake too.
+        Errors: ``OtherBackwardError`` in a backward that the program is not for."""
+        present = self._named()
+        fakes = {id(tensor): present[name] for name, tensor in self._state.items()}
+        program = program.on_others(lambda value: fakes.get(id(value), value))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        arguments = (*[fakes[id(parameter)] for parameter in self.parameters], *tensors)
+        return self._all(ProgramCall(OnFakes(self.devices, self.autocast), leaves, arguments, program).run())
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.graph_module.named_parameters()), **dict(self.graph_module.named_buffers())}
 
     def on_tape(
         self,

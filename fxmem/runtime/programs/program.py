@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -62,6 +63,17 @@ class Program:
     """Without elements, on the device where the backward begins."""
     excess_bytes: int
     """What it takes at its peak above that of the tape."""
+
+    def on_others(self, stands_for: Callable[[Any], Any]) -> Program:
+        """Return the program with what stands for its constants in their place."""
+
+        def rebound(function: Any) -> Any:
+            scope = {name: stands_for(value) for name, value in function.__globals__.items()}
+            return FunctionType(function.__code__, scope)
+
+        forward, backward, constants = rebound(self.forward), rebound(self.backward), map(stands_for, self.constants)
+        token = torch.empty(0, device=self.token.device)
+        return replace(self, forward=forward, backward=backward, constants=tuple(constants), token=token)
 
 
 def program_of(recording: Recording, *, at_once: bool) -> Program:

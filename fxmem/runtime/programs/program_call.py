@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -57,6 +58,28 @@ class Steps(Protocol):
         buffers: dict[str, torch.Tensor],
     ) -> tuple[Sequence[Any], list[torch.Tensor]]:
         """Run the graph on the tape; return its outputs and what stands for the arguments that require grad."""
+
+
+class OtherBackwardError(Exception):
+    """A backward on fakes came that no program is for."""
+
+
+@dataclass
+class OnFakes:
+    """Steps that are run on fakes, to tell what a program takes: there is no tape for another backward."""
+
+    devices: tuple[torch.device, ...]
+    autocast: Autocast | None
+    refusal: str = ""
+    written: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def on_tape(
+        self,
+        leaves: Sequence[Any],
+        stands_for: Callable[[torch.Tensor], torch.Tensor],
+        buffers: dict[str, torch.Tensor],
+    ) -> tuple[Sequence[Any], list[torch.Tensor]]:
+        raise OtherBackwardError
 
 
 class ProgramCall:

@@ -12,6 +12,9 @@ NOTE [A program's peak]
 3. A program takes no more than the tape if nowhere more is alive than at the tape's peak, what kernels take inside
    included; whether outputs live on after the forward or not. Where that is not so, gradients are handed over as early as
    they can be, and if that does not help, steps stay on the tape.
+4. A step by the program is run on fakes before the first real one: that is the peak that its report tells. On CUDA the
+   allocator may serve the same requests from larger blocks where they come at other moments; what it makes of that step is
+   compared with the budget.
 """
 
 from __future__ import annotations
