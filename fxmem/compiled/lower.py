@@ -61,11 +61,38 @@ class Partitioner(CustomPartitionerFn):
 def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
     """Return Dynamo's graph compiled by Inductor, with ``partition`` in the partitioner's seat.
 
-    AOTAutograd's cache is off: it would hand out the plan of another budget.
+    AOTAutograd's cache is off: it would hand out the plan of another budget. ``partition`` may set how convolutions are
+    laid out (:func:`set_layouts`) for what is compiled after it, the backward included, which is compiled at once.
     """
-    with functorch_config.patch(enable_autograd_cache=False):
+    now = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
+    with now, layouts(inductor_config.layout_optimization):
         made = compile_fx(graph_module, inputs, config_patches={"custom_partitioner_fn": Partitioner(partition)})
     return made  # type: ignore[return-value]
+
+
+# -- how convolutions are laid out ---------------------------------------------------------------------------------------
+
+
+def lays_out(graph_module: fx.GraphModule) -> bool:
+    """True if Inductor would copy the weights of a graph's convolutions to channels last, on the CPU, where a convolution
+    lays out what it is given by itself."""
+    found = list(graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default))
+    on_cpu = all(n.args[1].meta["val"].device.type == "cpu" for n in found)
+    return (
+        bool(found) and on_cpu and inductor_config.layout_optimization and not inductor_config.force_layout_optimization
+    )
+
+
+def set_layouts(optimized: bool) -> None:
+    """Have Inductor lay out convolutions anew or not, until the compilation that this is called in is over."""
+    inductor_config.layout_optimization = optimized
+
+
+@contextlib.contextmanager
+def layouts(optimized: bool) -> Iterator[None]:
+    """Have Inductor do so in the body."""
+    with inductor_config.patch(layout_optimization=optimized):
+        yield
 
 
 @dataclass(frozen=True, slots=True)

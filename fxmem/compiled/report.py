@@ -33,6 +33,8 @@ class CompiledReport(PlainData):
     num_lowered: int
     """Plans whose code was generated and judged."""
     plan_seconds: float
+    layouts_left: bool = False
+    """Whether convolutions are laid out as they are: Inductor's copies of their weights, channels last, are spared."""
 
     def __str__(self) -> str:
         budget = "no budget" if self.budget_bytes is None else f"budget {in_units(self.budget_bytes)}"
@@ -41,6 +43,7 @@ class CompiledReport(PlainData):
             f"{in_units(self.keep_all_peak_bytes)}; parameters, batch and optimizer {in_units(self.fixed_bytes)}), "
             f"{self.num_recomputed} of {self.num_kernels} kernels run again, time {self.overhead_ratio:+.1%} "
             f"(estimate); planned in {self.plan_seconds:.1f} s, {self.num_lowered} plans lowered"
+            + ("; weights of convolutions are not copied to channels last" if self.layouts_left else "")
         )
 
 

@@ -67,6 +67,36 @@ class Logging(Net):
         return super().forward(x)
 
 
+class Convolutions(nn.Sequential):
+    """Its weights take more than its activations."""
+
+    def __init__(self) -> None:
+        layers = (nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()) for _ in range(4))
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@pytest.mark.slow
+def test_copies_of_weights_to_channels_last_are_spared_where_memory_is_short() -> None:
+    torch.manual_seed(0)
+    model, x, y = Convolutions(), torch.randn(2, 64, 8, 8), torch.randint(64, (2,))
+    options = {**OPTIONS, "loss_fn": lambda output: F.cross_entropy(output, y), "optimizer": "sgd"}
+    costs = fxmem.frontier(model, x, **options)
+    assert [c.overhead_ratio for c in costs] == sorted(c.overhead_ratio for c in costs)
+    whole, spared = (
+        fxmem.optimize(copy.deepcopy(model), x, budget=costs[place].budget_bytes, **options) for place in (0, -1)
+    )
+    assert not whole.fxmem.report.layouts_left
+    assert spared.fxmem.report.layouts_left
+    weights = sum(p.nbytes for p in model.parameters() if p.dim() == 4)
+    assert whole.fxmem.report.predicted_peak_bytes - spared.fxmem.report.predicted_peak_bytes > weights / 2
+    for compiled in (whole, spared):
+        optimizer = torch.optim.SGD(compiled.parameters())
+        peak_bytes = measured_peak_bytes(compiled, x, y, compiled, optimizer)
+        assert peak_bytes - y.nbytes == compiled.fxmem.report.predicted_peak_bytes
+    one, other = (gradients_of(each, each, x, y) for each in (whole, spared))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(one, other, strict=True))
+
+
 class Looking(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = super().forward(x)
