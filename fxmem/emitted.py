@@ -15,7 +15,7 @@ from torch import fx
 
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.joint_steps import runtime_for
-from fxmem.errors import InfeasibleBudgetError, VerificationError
+from fxmem.errors import FxMemError, InfeasibleBudgetError
 from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Timeline, Verification
 from fxmem.passes.context import CallScope, CompileContext, Settings
 from fxmem.passes.contract import run_passes
@@ -229,7 +229,7 @@ class ProgramJudge:
         self.peak_bytes = self.cuda = None
         try:
             ran = self._ran(run, context)
-        except VerificationError:
+        except FxMemError:  # what is wrong was not when it was planned
             if not on_cuda or budget_bytes is None or self.room_bytes is None:
                 return 0
             return slack_of(budget_bytes) - self.room_bytes

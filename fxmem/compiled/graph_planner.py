@@ -130,7 +130,6 @@ class GraphPlanner:
     def _cheapest_within(self, budget_bytes: float) -> tuple[Candidates, int] | None:
         """Return the candidate to take, and which ones it is of (NOTE [Layouts]); None if none fits."""
         usual = self._found_in(self.candidates, budget_bytes)
-
         if self.as_laid_out is None or (usual is not None and self._share(usual) <= LAYOUT_SHARE):
             return usual
         found = [each for each in (usual, self._found_in(self.as_laid_out, budget_bytes)) if each is not None]
