@@ -32,8 +32,11 @@ from torch._inductor.virtualized import V
 
 from fxmem.disk_cache import digest
 from fxmem.errors import CaptureError, FxMemError, first_lines
+from fxmem.op_facts.kinds import CompiledRole
+from fxmem.op_facts.lookup import with_role
 from fxmem.torch_patches.replacing import replaced, replaced_here
 
+_LAID_OUT = with_role(CompiledRole, "laid out")
 Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.GraphModule, fx.GraphModule]]
 """Called with a joint graph, the number of the forward's outputs, and the places of inputs at fixed addresses."""
 
@@ -76,7 +79,7 @@ def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Par
 def lays_out(graph_module: fx.GraphModule) -> bool:
     """True if Inductor would copy the weights of a graph's convolutions to channels last, on the CPU, where a convolution
     lays out what it is given by itself."""
-    found = list(graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default))
+    found = [node for node in graph_module.graph.nodes if node.target in _LAID_OUT]
     on_cpu = all(n.args[1].meta["val"].device.type == "cpu" for n in found)
     return (
         bool(found) and on_cpu and inductor_config.layout_optimization and not inductor_config.force_layout_optimization
