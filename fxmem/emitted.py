@@ -114,8 +114,8 @@ def _slack_for(profiled: Profiled, settings: Settings) -> int:
 
 
 def slack_of(budget_bytes: int) -> int:
-    """Return how many bytes of a budget programs need free on CUDA: they ask the allocator for no more than was planned,
-    but it may serve them from other blocks."""
+    """Return how many bytes of a budget are left free for programs on CUDA: they ask the allocator for no more than was
+    planned, but it may serve them from other blocks. Whether that was enough a :class:`ProgramJudge` tells."""
     return max(MOST_UNSPLIT_BYTES, int(SLACK * budget_bytes))
 
 
@@ -217,8 +217,7 @@ class ProgramJudge:
         seen: RecordedStep | None,
         room_bytes: int | None,
     ) -> ProgramJudge:
-        devices = tuple(dict.fromkeys(tensor.device for tensor in (*captured.parameters, *context.inputs.tensors)))
-        scope = CallScope.around(devices)
+        scope = context.scope_around(captured)
         return ProgramJudge(context.without_values(), captured, graph_module, seen, room_bytes, scope)
 
     def __call__(self, run: Callable[[Sequence[Any]], Sequence[Any]], leaves: Sequence[Any]) -> int:

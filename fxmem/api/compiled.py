@@ -106,8 +106,9 @@ class CompiledNamespace:
         self.choice = ""
         """With ``backend="auto"``: what was chosen, and why."""
         from fxmem.compiled.backend import Backend
+        from fxmem.compiled.lower import BREAKS, whole_graphs
 
-        self._backend = Backend(settings, self._around)
+        self._backend, self._breaks, self._whole_graphs = Backend(settings, self._around), BREAKS, whole_graphs
         self._call: Callable[..., Any] = torch.compile(
             original.forward, backend=self._backend, fullgraph=True, dynamic=False
         )
@@ -127,11 +128,11 @@ class CompiledNamespace:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one training call, compiled. Errors: ``CaptureError`` where it cannot be one graph."""
-        from fxmem.compiled.lower import whole_graphs
-
         self._inputs = Inputs.of(args, kwargs, self.original)
         try:
-            with whole_graphs():
+            return self._call(*args, **kwargs)
+        except self._breaks:  # while it is traced: nothing has run
+            with self._whole_graphs():
                 return self._call(*args, **kwargs)
         finally:
             self._inputs = None

@@ -25,7 +25,7 @@ from fxmem.capture.dynamic_batch import (
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.errors import CaptureError, InputError
-from fxmem.passes.context import CallScope, CompileContext
+from fxmem.passes.context import CompileContext
 from fxmem.pipeline import Compiled, UnplannedFloor, report_at, room_bytes, with_programs
 from fxmem.planners.plan_transfer import Planned
 from fxmem.profiling.verify import emitted_step
@@ -179,10 +179,8 @@ class LazyReport:
     """The report of what runs under a plan for something else: made on fakes when it is asked for, once."""
 
     def __init__(self, context: CompileContext, compiled: Compiled, origin: str) -> None:
-        tensors = (*compiled.captured.parameters, *context.inputs.tensors)
-        devices = tuple(sorted({tensor.device for tensor in tensors}, key=str))
         self._context, self.compiled = context.without_values(), compiled
-        self._scope = CallScope.around(devices)
+        self._scope = context.scope_around(compiled.captured)
         self._known: Report | None = None
         self._origin = origin
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.graph_planner import GraphPlanner
-from fxmem.compiled.lower import compilation_now, compiled, passing_dynamo
+from fxmem.compiled.lower import compilation_now, compiled, passing_dynamo, set_layouts
 from fxmem.compiled.refusals import check_inputs, check_one_graph, check_settings
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.surroundings import Surroundings, surroundings_of
@@ -57,6 +57,8 @@ class Backend:
         """Return forward and backward of the plan to take; it is told in ``reports``. Errors: ``InfeasibleBudgetError``."""
         parts, report = planner.within(self.settings.budget_bytes)
         self.reports.append(report)
+        if report.layouts_left:
+            set_layouts(optimized=False)
         return parts
 
     def _partition(

@@ -27,7 +27,7 @@ from fxmem.compiled.choice import Candidates, Run
 from fxmem.compiled.fakerun import StepRun, run_step
 from fxmem.compiled.joint import JointGraph
 from fxmem.compiled.kernels import Kernels, profile_of
-from fxmem.compiled.lower import layouts, lays_out, set_layouts, signature_of, without_duplicates
+from fxmem.compiled.lower import layouts, lays_out, signature_of, without_duplicates
 from fxmem.compiled.report import CompiledCost, CompiledReport
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.errors import InfeasibleBudgetError
@@ -38,8 +38,8 @@ from fxmem.profiling.roofline import Hardware, hardware_for
 from fxmem.progress import check_interrupted, stage
 
 LAYOUT_SHARE = 0.05
-"""Of a step: what convolutions in the model's own layout cost. CPU times on one thread: ResNet-18 -1.6 %, MobileNet-v2
-+1.5 %, UNet +6.5 %."""
+"""Of a step: what convolutions in the model's own layout cost at most. ResNet-18 takes less time so, even with plans that
+recompute (``benchmarks/results/compiled.json``)."""
 MOST_KEPT = 32
 """Graphs whose candidates are remembered in a process."""
 
@@ -86,8 +86,7 @@ class GraphPlanner:
         return GraphPlanner(kernels, profile, around, hardware, static, *_KNOWN[key], start)
 
     def within(self, budget_bytes: int | None) -> tuple[emit.Partitioned, CompiledReport]:
-        """Return forward and backward of the cheapest plan that fits; convolutions are laid out as it says for what is
-        compiled now. Errors: ``InfeasibleBudgetError``."""
+        """Return forward and backward of the cheapest plan that fits. Errors: ``InfeasibleBudgetError``."""
         known, budget = self._num_lowered(), float("inf") if budget_bytes is None else budget_bytes
         taken = self._cheapest_within(budget)
         if taken is None:
@@ -110,8 +109,6 @@ class GraphPlanner:
             time.perf_counter() - self.started_at,
             candidates is self.as_laid_out,
         )
-        if candidates is self.as_laid_out:
-            set_layouts(optimized=False)
         return self.parts(point.plan), report
 
     def frontier(self) -> tuple[CompiledCost, ...]:

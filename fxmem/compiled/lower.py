@@ -129,6 +129,10 @@ def compilation_now() -> tuple[object, object]:
     return (None, None) if current is None else (current.frame_id, current.frame_compile_id)
 
 
+BREAKS = (Unsupported, UserError)
+"""What Dynamo raises where a model is not one graph."""
+
+
 @contextlib.contextmanager
 def whole_graphs() -> Iterator[None]:
     """In the body Dynamo passes over what a model logs, where its graph would break, and what breaks it is told.
@@ -139,7 +143,7 @@ def whole_graphs() -> Iterator[None]:
     try:
         with dynamo_config.patch(ignore_logging_functions=dynamo_config.ignore_logging_functions | loggers):
             yield
-    except (Unsupported, UserError) as error:
+    except BREAKS as error:
         raise CaptureError(
             f"torch.compile cannot follow the model in one graph, which a budget needs: {first_lines(error)}. "
             'Train it with backend="eager", the default, or keep what breaks the graph out of its forward'

@@ -156,6 +156,10 @@ class CompileContext:
         asked_for = self.settings.runtime, self.settings.budget_of
         return joint_steps(captured, graph_module, self.inputs, room_bytes, num_watched, asked_for, inside, judge)
 
+    def scope_around(self, captured: CaptureGraph) -> CallScope:
+        """Return what is on now, for the devices that a call of ``captured`` works on."""
+        return CallScope.around(tuple(dict.fromkeys(t.device for t in (*captured.parameters, *self.inputs.tensors))))
+
     def without_values(self) -> CompileContext:
         """Return the context without the batch: shapes are all that a captured graph is profiled by."""
         return replace(self, inputs=without_values(self.inputs))

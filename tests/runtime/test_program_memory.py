@@ -1,6 +1,7 @@
 """Which steps run as programs, and what these take: at most what is planned, known before they run."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,29 @@ def test_a_program_that_would_take_more_than_the_tape_is_not_used(
     why = "tape: as a program its peak would be 640 bytes above the plan's"
     assert optimized.fxmem.runtime == why
     assert [record.getMessage() for record in caplog.records if "runtime" in record.getMessage()] == [f"runtime: {why}"]
+
+
+@pytest.mark.slow
+def test_a_program_that_would_go_over_the_budget_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxmem.emitted.ProgramJudge.__call__", lambda *_: 512)
+    optimized, _ = _trained(3)
+    assert optimized.fxmem.plans.latest.joint.program is None
+    assert optimized.fxmem.runtime == "tape: as a program its peak would be 512 bytes above the budget"
+
+
+@pytest.mark.slow
+def test_a_program_is_judged_by_the_step_that_was_planned() -> None:
+    """Its own peak is told, before it runs; with a loss whose gradient lies otherwise there is none to tell."""
+    optimized, x = _trained(2)
+    judge = optimized.fxmem.plans.latest.judge
+    assert judge.peak_bytes == optimized.fxmem.report.predicted_peak_bytes
+    with fxmem.track(optimized, x) as memory:
+        loss_of(optimized(x)).backward()
+    assert memory.peak_bytes == judge.peak_bytes
+    steps = optimized.fxmem.plans.latest.joint
+    other = replace(steps.program, tangents=(None,) * len(steps.program.tangents))
+    assert judge(lambda leaves: steps.on_fakes(other, leaves), [x]) == 0
+    assert judge.peak_bytes is None
 
 
 def test_programs_are_for_cuda_unless_something_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

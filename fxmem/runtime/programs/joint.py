@@ -98,10 +98,9 @@ class JointSteps:
         self._regions = None if autocast is None else Regions(torch.device(autocast.device_type))
         self._in_region: tuple[tuple[int, int | None], Callable[[], bool]] | None = None
         """Under autocast: the region of the latest call, and whether its backward is over or cannot be."""
-        named = dict(graph_module.named_parameters())
         self._state = self._named()
-        self.parameters = tuple(parameter for parameter in named.values() if parameter.requires_grad)
-        constants = [*named.values(), *graph_module.buffers(), *_attributes(graph_module)]
+        self.parameters = tuple(parameter for parameter in graph_module.parameters() if parameter.requires_grad)
+        constants = [*self._state.values(), *_attributes(graph_module)]
         self.constants = tuple(t for t in constants if not t.requires_grad)
         ids = {id(tensor) for tensor in written}
         self.written = {name: b for name, b in graph_module.named_buffers() if id(b) in ids}

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -73,12 +73,7 @@ class OnFakes:
     refusal: str = ""
     written: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def on_tape(
-        self,
-        leaves: Sequence[Any],
-        stands_for: Callable[[torch.Tensor], torch.Tensor],
-        buffers: dict[str, torch.Tensor],
-    ) -> tuple[Sequence[Any], list[torch.Tensor]]:
+    def on_tape(self, *_: Any, **__: Any) -> NoReturn:
         raise OtherBackwardError
 
 
