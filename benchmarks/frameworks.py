@@ -319,18 +319,16 @@ def _ranks(rows: list[dict[str, Any]]) -> list[str]:
     cells = [
         [
             row["case"],
-            *(
-                ", ".join(map(str, row[name] or ["not predicted"]))
-                for name in ("eager_bytes", "predicted_bytes", "peak_bytes")
-            ),
+            *(", ".join(map(str, row[name])) for name in ("eager_bytes", "predicted_bytes", "peak_bytes")),
         ]
         + ["yes" if row["same_bits"] else "no"]
         for row in rows
     ]
     headers = ("two processes (gloo)", "eager bytes", "predicted bytes", "measured bytes", "same bits")
     text = (
-        "Peaks of each rank in the fourth step, from before the wrapper is made. Predicted is the plan's peak and, beside "
-        "it, what the wrapper holds (`benchmarks/framework_loops/ranks.py`)."
+        "Peaks of each rank in the fourth step, from before the wrapper is made. Predicted is, for DDP, the plan's peak "
+        "and what the wrapper holds beside it; for FSDP2 what one process takes alone, in PyTorch's fake process group "
+        "(`benchmarks/framework_loops/ranks.py`)."
     )
     return ["## Data parallelism", "", text, "", tabulate(cells, headers=headers, tablefmt="github"), ""]
 

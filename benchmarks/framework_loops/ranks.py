@@ -1,15 +1,19 @@
 """DistributedDataParallel and FSDP2 on several processes: peaks of each rank beside what is predicted.
 
 ``torchrun --nproc-per-node 2 -m benchmarks.framework_loops.ranks`` prints a line of JSON for each case, by rank 0. Peaks
-are of the CPU's storages, from before the wrapper is made, in the fourth step. Predicted is the plan's peak and what DDP
-holds beside it (:func:`predicted_bytes`).
+are of the CPU's storages, from before the wrapper is made, in the fourth step. Predicted is, for DDP, the plan's peak and
+what DDP holds beside it; for FSDP2 the peak of one rank alone, in a process group whose other ranks are not there
+(:func:`alone`), which needs no second process.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxmem
@@ -36,8 +40,7 @@ class RankRow:
     case: str
     eager_bytes: list[int]
     peak_bytes: list[int]
-    predicted_bytes: list[int] | None
-    """None where nothing predicts it."""
+    predicted_bytes: list[int]
     same_bits: bool
 
 
@@ -72,7 +75,7 @@ def trained(model: nn.Module, wrap: Callable[[nn.Module], nn.Module], micro_batc
                 tracker.peak_bytes = tracker.live_bytes
             for k in range(micro_batches):
                 last = k == micro_batches - 1
-                with nullcontext() if last else wrapped.no_sync():  # type: ignore[operator]
+                with synchronized(wrapped, last):
                     x = batch(10 * step + k)
                     output = wrapped(x)
                     loss = output.sum()
@@ -84,6 +87,19 @@ def trained(model: nn.Module, wrap: Callable[[nn.Module], nn.Module], micro_batc
             del x, output, loss
         peak = tracker.peak_bytes
     return peak, [local(p).detach().clone() for p in wrapped.parameters()]
+
+
+@contextmanager
+def synchronized(wrapped: nn.Module, yes: bool) -> Iterator[None]:
+    """Let ranks exchange gradients in the backward, or not yet."""
+    if isinstance(wrapped, FSDPModule):
+        wrapped.set_requires_gradient_sync(yes)
+        yield
+    elif yes:
+        yield
+    else:
+        with wrapped.no_sync():  # type: ignore[operator]
+            yield
 
 
 def local(tensor: Any) -> Tensor:
@@ -108,12 +124,12 @@ def least_blocks(model: nn.Sequential, **options: Any) -> nn.Module:
     return model
 
 
-def shard_each(model: nn.Module) -> nn.Module:
+def shard_each(model: nn.Module, **options: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.children():
         if isinstance(block, Block):
-            fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def ddp(model: nn.Module, **options: Any) -> nn.Module:
@@ -137,32 +153,54 @@ CASES = {
     "DDP, gradient_as_bucket_view": Case(partial(ddp, gradient_as_bucket_view=True), False, accumulate=True),
     "DDP, no_sync": Case(ddp, accumulate=True, micro_batches=2),
     "FSDP2, block by block": Case(shard_each, optimize=least_blocks),
+    "FSDP2, reshard_after_forward=False": Case(partial(shard_each, reshard_after_forward=False), optimize=least_blocks),
+    "FSDP2, no gradient sync": Case(shard_each, accumulate=True, micro_batches=2, optimize=least_blocks),
 }
 
 
-def predicted_bytes(model: nn.Module, case: Case) -> int | None:
-    """Return the plan's peak and what DDP holds beside it: buckets, which are as large as all gradients."""
-    if not isinstance(model, fxmem.FxMemModule):  # planned block by block
-        return None
+def predicted_bytes(name: str, model: nn.Module) -> int:
+    """Return the plan's peak and what DDP holds beside it: buckets, which are as large as all gradients. A model planned
+    block by block has no plan of its own."""
+    if not isinstance(model, fxmem.FxMemModule):
+        place = ["--alone", name, "--rank", str(dist.get_rank()), "--ranks", str(dist.get_world_size())]
+        return int(subprocess.check_output([sys.executable, "-m", __spec__.name, *place], text=True))
+    case = CASES[name]
     gradients_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return model.fxmem.report.predicted_peak_bytes + case.has_buckets * gradients_bytes
+
+
+def alone(name: str, rank: int, num_ranks: int) -> int:
+    """Return the peak of one rank in bytes, by itself: the other ranks' parts of what is gathered stay unwritten."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # its import registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    case = CASES[name]
+    return trained(case.optimize(build(), accumulate=case.accumulate), case.wrap, case.micro_batches)[0]
 
 
 def row_of(name: str) -> RankRow:
     case = CASES[name]
     eager_bytes, expected = trained(build(), case.wrap, case.micro_batches)
     model = case.optimize(build(), accumulate=case.accumulate)
-    predicted = predicted_bytes(model, case)
+    predicted = predicted_bytes(name, model)
     peak_bytes, found = trained(model, case.wrap, case.micro_batches)
     ours = (eager_bytes, peak_bytes, predicted, all(map(torch.equal, expected, found)))
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, ours)
     eager, peak, predictions, same = zip(*ranks, strict=True)
-    return RankRow(name, list(eager), list(peak), None if predicted is None else list(predictions), all(same))
+    return RankRow(name, list(eager), list(peak), list(predictions), all(same))
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--alone", metavar="CASE", help="print the peak of one rank of this case, without the others")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2)
+    given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.alone:
+        print(alone(given.alone, given.rank, given.ranks))
+        return
     dist.init_process_group("gloo")
     for name in CASES:
         row = row_of(name)
