@@ -114,8 +114,9 @@ def _slack_for(profiled: Profiled, settings: Settings) -> int:
 
 
 def slack_of(budget_bytes: int) -> int:
-    """Return how many bytes of a budget are left free for programs on CUDA: they ask the allocator for no more than was
-    planned, but it may serve them from other blocks. Whether that was enough a :class:`ProgramJudge` tells."""
+    """Return how many bytes of a budget are left free for programs on CUDA: they, and the step that is written down, ask
+    for no more than was planned, but the allocator may serve them from other blocks. Whether that was enough for a program
+    a :class:`ProgramJudge` tells; where it is not left, nothing is written down."""
     return max(MOST_UNSPLIT_BYTES, int(SLACK * budget_bytes))
 
 
@@ -203,7 +204,7 @@ class ProgramJudge:
     graph_module: fx.GraphModule
     seen: RecordedStep | None
     room_bytes: int | None
-    """What the planned step leaves of the budget."""
+    """What the planned step leaves of the budget beyond the slack."""
     scope: CallScope
     peak_bytes: int | None = None
     """Of the program that it was asked for last; None where it could not be told."""
@@ -231,7 +232,7 @@ class ProgramJudge:
         except FxMemError:  # what is wrong was not when it was planned
             if not on_cuda or budget_bytes is None or self.room_bytes is None:
                 return 0
-            return slack_of(budget_bytes) - self.room_bytes
+            return -self.room_bytes
         self.peak_bytes = ran.peak_bytes
         self.cuda = ran.events.peaks(context.allocator_state()) if on_cuda else None
         return 0 if budget_bytes is None else bound_bytes(ran.peak_bytes, self.cuda, context.settings) - budget_bytes

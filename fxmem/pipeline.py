@@ -26,6 +26,7 @@ from fxmem.emitted import (
     emit_within_budget,
     is_on_cuda,
     least_of,
+    slack_of,
     stepped_in_backward,
     with_budget,
 )
@@ -215,12 +216,12 @@ def peak_of(compiled: Compiled, context: CompileContext) -> int:
 
 
 def room_bytes(report: Report) -> int | None:
-    """Return what a step leaves of its budget to what writes a program down, in forward and backward, on CUDA at all; None
-    if there is no budget. ``report``: of the plan on the tape."""
+    """Return what a step leaves of its budget to what writes a program down: in forward and backward; on CUDA at all,
+    beyond the slack. None if there is no budget. ``report``: of the plan on the tape."""
     if report.budget_bytes is None:
         return None
     if report.cuda is not None:
-        return report.budget_bytes - report.cuda.allocated_bytes
+        return report.budget_bytes - slack_of(report.budget_bytes) - report.cuda.allocated_bytes
     steps = [step.live_bytes for step in report.timeline.steps if step.phase in (Phase.FORWARD, Phase.BACKWARD)]
     return report.budget_bytes - max(steps, default=0)
 

@@ -30,8 +30,9 @@ from fxmem.pipeline import Compiled, peak_of
 from fxmem.profiling.seen_loss import OtherSizeError, SeenLoss
 from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.report.text import Report
-from fxmem.runtime.autocast import Autocast
+from fxmem.runtime.autocast import Autocast, LatestRegion
 from fxmem.runtime.programs.joint import some_of
+from fxmem.torch_patches import casts_stay_at_hand
 from fxmem.user_frames import level_of_user, modules_called
 
 MOST_LOSSES = 4
@@ -61,6 +62,7 @@ class LoopPlans:
         self._looked_at: tuple[Compiled | None, tuple[torch.Tensor, ...]] = (None, ())
         self._roomy: tuple[Compiled | None, int] = (None, 0)
         """What was compiled for the latest call, and bytes that its forward leaves of the budget."""
+        self._region = LatestRegion()
         self._held_bytes = 0
         """Of the outputs of the call before that were alive as the latest one began."""
         self._warned: set[str] = set()
@@ -112,8 +114,10 @@ class LoopPlans:
         watch = self._loss_watch
         if watch is not None:
             watch.stop()
-        compiled = self.for_call(inputs, autocast)
+        with casts_stay_at_hand(self._region.goes_on(autocast)):
+            compiled = self.for_call(inputs, autocast)
         output, leaves = self._latest.run(compiled, inputs, autocast, call, self._held_bytes)
+        self._region.note(autocast)
         if compiled.captured.effects:
             leaves = compiled.captured.returned(call, leaves)
         self._note(compiled, inputs, leaves)

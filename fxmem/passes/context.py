@@ -184,8 +184,9 @@ class CallScope:
     @contextmanager
     def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for scope in (as_in_training(), autocast_as_in_forward(None, self.devices), casts_kept(self.casts)):
+            for scope in (autocast_as_in_forward(None, self.devices), casts_kept(self.casts)):
                 stack.enter_context(scope)
             for region in self.regions:
                 stack.enter_context(region.enter())
+            stack.enter_context(as_in_training())
             yield

@@ -44,6 +44,28 @@ class Regions:
         return threading.get_ident(), sequence_of(product.grad_fn.next_functions[0][0] or product.grad_fn)
 
 
+class LatestRegion:
+    """The region of autocast that the latest call of a model was in: gradients of what it has cast are summed with those of
+    the next call there."""
+
+    def __init__(self) -> None:
+        self._regions: Regions | None = None
+        self._latest: tuple[int, int | None] | None = None
+
+    def goes_on(self, autocast: Autocast | None) -> bool:
+        """True if a call, in a region ``autocast``, is in that one."""
+        return autocast is not None and self._regions is not None and self._regions.present() == self._latest
+
+    def note(self, autocast: Autocast | None) -> None:
+        """Note the region of a call."""
+        if autocast is None:
+            self._regions = self._latest = None
+            return
+        if self._regions is None:
+            self._regions = Regions(torch.device(autocast.device_type))
+        self._latest = self._regions.present()
+
+
 NOTHING = nullcontext()
 """A context that changes nothing, made once."""
 

@@ -43,6 +43,7 @@ def as_in_training() -> Iterator[None]:
     with (
         _planning,
         without_modes(),
+        outermost_in_autocast(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_detect_anomaly(False),
@@ -50,6 +51,41 @@ def as_in_training() -> Iterator[None]:
         without_hooks_on_saved_tensors(),
     ):
         yield
+
+
+_casts = threading.local()
+
+
+@contextmanager
+def casts_stay_at_hand(stay: bool) -> Iterator[None]:
+    """Plan in the body without :func:`outermost_in_autocast`, if casts of the region around are to ``stay``."""
+    before, _casts.stay = getattr(_casts, "stay", False), stay
+    try:
+        yield
+    finally:
+        _casts.stay = before
+
+
+@patch
+@contextmanager
+def outermost_in_autocast() -> Iterator[None]:
+    """Let regions of autocast in the body end as outermost ones do, whatever region there is around.
+
+    Only an outermost region lets go of its casts: those of a step on fakes would be there in its backward, and take memory.
+    It lets go of those of the region around too, which are made anew afterwards. torch 2.11 to 2.15, which tells no depth
+    but by changing it.
+    """
+    torch.autocast_increment_nesting()
+    depth = torch.autocast_decrement_nesting()
+    if getattr(_casts, "stay", False):
+        depth = 0
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
 
 
 @patch

@@ -76,6 +76,22 @@ def test_the_first_call_may_be_inside_a_region_with_casts_at_hand() -> None:
     assert all(same_bits(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
 
 
+def test_a_plan_made_in_a_region_is_that_made_before_it() -> None:
+    # Casts of an inner region live as long as the outer one: those of a step on fakes would be there in its backward.
+    def optimized(budget: int, *example: Tensor) -> fxmem.FxMemModule:
+        return fxmem.optimize(build(), *example, budget=budget, step=step)
+
+    build = stack(Layer, Layer, Layer)
+    step, x = fxmem.TrainingStep(optimizer="sgd", autocast=torch.bfloat16), batch()
+    floor = fxmem.estimate(build(), x, step=step).floor_bytes
+    outside, inside = optimized(floor, x), optimized(floor)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = inside(x)
+    output.sum().backward()
+    assert inside.fxmem.plan == outside.fxmem.plan
+    assert inside.fxmem.report.predicted_peak_bytes == outside.fxmem.report.predicted_peak_bytes == floor
+
+
 @pytest.mark.slow
 def test_pytorch_141896_recompute_runs_under_the_forwards_autocast() -> None:
     check(stack(*[lambda: Layer(nn.LayerNorm, 0.1)] * 3), batch(), plans=HARD, autocast=torch.bfloat16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -14,13 +13,11 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from fxmem import torch_patches as patches
 from fxmem.torch_private import OpOverload
-from tests.torch_patches import canaries_of_fakes  # noqa: F401  (its canaries)
+from tests.torch_patches import canaries_of_autograd, canaries_of_fakes  # noqa: F401  (their canaries)
 from tests.torch_patches.canaries import CANARIES, canary, exported, outcome
 
 
@@ -57,54 +54,6 @@ class _Calls(nn.Module):
 
 
 # -- state of autograd ---------------------------------------------------------------------------------------------------
-
-
-@canary(patched=(False, True, False, False), plain=(True, False, True, True))
-def as_in_training(on: bool) -> object:
-    """(inference mode, grad mode, anomaly mode, whether another thread may do the same meanwhile)"""
-    entered = threading.Event()
-
-    def other() -> None:
-        with patches.as_in_training() if on else nullcontext():
-            entered.set()
-
-    thread = threading.Thread(target=other)
-    with torch.inference_mode(), torch.autograd.set_detect_anomaly(True):
-        with patches.as_in_training() if on else nullcontext():
-            modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_anomaly_enabled()
-            thread.start()
-            meanwhile = entered.wait(0.3)
-        thread.join()
-    return (*modes, meanwhile)
-
-
-class _Doubled(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-
-@canary(patched=False, plain=True)
-def without_cached_parametrizations(on: bool) -> object:
-    """Whether a weight computed meanwhile is found in the cache afterwards."""
-    layer = nn.Linear(2, 2)
-    parametrize.register_parametrization(layer, "weight", _Doubled())
-    with parametrize.cached():
-        with patches.without_cached_parametrizations() if on else nullcontext():
-            computed = layer.weight
-        return layer.weight is computed
-
-
-@canary(patched=(0, 1), plain=(1, 2))
-def without_hooks_on_saved_tensors(on: bool) -> object:
-    """How often the hook packed after an op inside, and after one more outside."""
-    packed: list[object] = []
-    x = torch.ones(2, requires_grad=True)
-    with saved_tensors_hooks(lambda t: packed.append(0) or t, lambda t: t):
-        with patches.without_hooks_on_saved_tensors() if on else nullcontext():
-            x.exp()
-        inside = len(packed)
-        x.exp()
-    return inside, len(packed)
 
 
 @canary(patched=("ran", "imported", "raises"), plain=("raises", "raises", "raises"))
