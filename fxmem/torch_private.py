@@ -45,12 +45,14 @@ __all__ = [
     "PythonDeviceGuard",
     "TorchDispatchMode",
     "TreeSpec",
+    "active_fake_mode",
     "at_end_of_backward",
     "attention_order",
     "channels_last_strides",
     "contiguous_strides",
     "current_backward",
     "current_backward_node",
+    "device_behind",
     "device_types",
     "grad_reaches_all",
     "has_kernel",
@@ -110,6 +112,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that no other living storage has: its address. The address of its data would not do, as all fakes
     have the same, nor the id of its Python object, which comes and goes while the storage lives."""
     return cast(int, tensor.untyped_storage()._cdata)
+
+
+def device_behind(tensor: torch.Tensor) -> torch.device:
+    """Return the device of ``tensor``: of a fake, without the dispatch that its own attribute takes."""
+    return tensor.fake_device if type(tensor) is FakeTensor else tensor.device
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -232,6 +239,11 @@ def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
 def in_transform() -> bool:
     """True inside a transform of torch.func (vmap, grad, jvp, ...)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def active_fake_mode() -> FakeTensorMode | None:
+    """Return the mode that makes fakes of what is made at present; None outside of all."""
+    return cast(FakeTensorMode | None, torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE))
 
 
 def in_dual_level() -> bool:

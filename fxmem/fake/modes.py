@@ -11,11 +11,20 @@ from fxmem.errors import CaptureError
 from fxmem.torch_private import TorchDispatchMode
 
 
+class ModeOnFakes(TorchDispatchMode):
+    """A mode for ops on fakes."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled on fakes, and what keeps torch.compile away would be asked at each op."""
+        return False
+
+
 class TooManyLooks(BaseException):
     """More follows from values than may."""
 
 
-class FewLooks(TorchDispatchMode):
+class FewLooks(ModeOnFakes):
     """Raises ``TooManyLooks`` where more than ``most`` times something follows from values: fakes have none, and a loop
     would wait forever for them to change. Sees inside torch's own Python functions too, where function modes are off."""
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
+from fxmem.fake.meta_fixups import run_above_fixups
+from fxmem.fake.modes import ModeOnFakes
 from fxmem.fake.python_state import PLAIN
-from fxmem.torch_private import TorchDispatchMode, leaves_of, schema_of, storage_key, tree_leaves
+from fxmem.torch_private import leaves_of, schema_of, storage_key, tree_leaves
 
 
-class OpLog(TorchDispatchMode):
+class OpLog(ModeOnFakes):
     """Notes the ops of a run, with their scalars, as far as they depend on ``tensors`` or on random numbers.
 
     Tables that a model computes from nothing but sizes and caches (positions, rotations) are left out, and so are views
@@ -30,7 +32,7 @@ class OpLog(TorchDispatchMode):
         return any(isinstance(leaf, torch.Tensor) and _storage_key(leaf) in self.given for leaf in tree_leaves(value))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = run_above_fixups(func, args, kwargs or {})
         leaves = leaves_of((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.given.update(map(_storage_key, tensors))

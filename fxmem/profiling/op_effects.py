@@ -34,7 +34,7 @@ def work_of(func: Any, args: Any, kwargs: Any, output: Any) -> tuple[int, int]:
     results = [t for t in leaves_of(output) if has_storage(t)]
     operands = [t for t in leaves_of((args, kwargs)) if has_storage(t)]
     flops = flops_of(func, args, kwargs, output)
-    if not schema_of(func).is_mutable and all(storage_key(r) in _keys(operands) for r in results):
+    if not schema_of(func).is_mutable and {storage_key(t) for t in results} <= {storage_key(t) for t in operands}:
         return flops, 0
     return flops, sum(map(_read_bytes, (*results, *operands)))
 
@@ -54,7 +54,3 @@ def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
         if argument.is_write or place in unsaid:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             yield from (t for t in leaves_of(value) if has_storage(t))
-
-
-def _keys(tensors: list[torch.Tensor]) -> set[int]:
-    return {storage_key(t) for t in tensors}

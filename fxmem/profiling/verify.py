@@ -31,7 +31,7 @@ from fxmem.profiling.training_step import BARE, Gradients, LossFn, TrainingStep,
 from fxmem.profiling.written_views import WrittenViews
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import calls_run_by
-from fxmem.torch_private import tree_leaves
+from fxmem.torch_private import device_behind, tree_leaves
 
 
 def verify(
@@ -242,7 +242,7 @@ def _fake_step(
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
     fakes: list[torch.Tensor] = []
     parameters = [world.fake(p) for p in captured.parameters]
-    memory, log = DeviceMemory.of(p.device for p in parameters), StepLog()
+    memory, log = DeviceMemory.of(map(device_behind, parameters)), StepLog()
     watch = PeakWatch(subject.owner) if watching else None
     tracker = _tracker(memory, log, watch)
     state = [world.fake(t) for t in (*captured.state, *state_as_moved(subject.owner))]

@@ -44,18 +44,15 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     recall = op_memo.run_or_recall
 
     def crossed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        kind, key = op_memo._kind_of(func), None
-        if kind is not None and args:
-            with DisableTorchFunction():
-                key = op_memo._key_of(func, kind, args, kwargs)
-        known = key is not None and op_memo._known.get(key) is not None
+        op, asked = op_memo._asked(func, args, kwargs)
+        known = None if asked is None else op_memo._known.get(asked[0])
         output = recall(func, args, kwargs)
-        counts[kind if known and kind is not None else "run"] += 1
-        if known:
+        counts["run" if known is None else known.kind] += 1
+        if known is not None:
             true = func(*args, **kwargs)
             assert type(output) is type(true)
-            if kind == op_memo.WRITTEN:
-                assert output is true is args[0]
+            if known.kind == op_memo.WRITTEN:
+                assert output is true is op_memo._argument(op.written, args, kwargs)
             else:
                 assert looks(output, args) == looks(true, args), str(func)
         return output
