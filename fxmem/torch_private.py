@@ -6,10 +6,11 @@ torch's is in :mod:`fxmem.torch_patches`. Each name has a row in docs/architectu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._C import DisableTorchFunction, DispatchKey
@@ -78,6 +79,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "told_once",
     "tree_unflatten",
     "version_of",
     "without_modes",
@@ -204,6 +206,24 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Return the schema of an operator: its arguments, which of them it writes, its results."""
+
+
+T = TypeVar("T")
+
+
+def told_once(tell: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Return ``tell``, which says something of an operator, with a memory. It goes by identity, since an operator's own
+    hash is computed in Python, and keeps operators alive."""
+    told: dict[int, tuple[Any, T]] = {}
+
+    @functools.wraps(tell)
+    def of(op: Any) -> T:
+        found = told.get(id(op))
+        if found is None:
+            found = told[id(op)] = op, tell(op)
+        return found[1]
+
+    return of
 
 
 def has_kernel(op: OpOverload, key: str) -> bool:

@@ -24,6 +24,7 @@ from fxmem.torch_private import (
     device_behind,
     is_channels_last,
     storage_key,
+    told_once,
     topmost_mode,
     without_modes,
 )
@@ -78,22 +79,15 @@ def _corrected(func: Any, args: Any, output: Any) -> Any:
 class _Known(NamedTuple):
     """What is known of an op."""
 
-    op: Any
     is_special: bool
     """Whether it may not even be run."""
     is_corrected: bool
 
 
-_of_ops: dict[int, _Known] = {}
-"""By id of the op, which they keep alive: its hash is computed in Python, and asked for at each call."""
-
-
+@told_once
 def _known_of(func: Any) -> _Known:
-    known = _of_ops.get(id(func))
-    if known is None:
-        special = func is _DEVICE or any(func in table for table in (_READ_AS_ONE, _ONLY_WRITES, _SPARSE))
-        known = _of_ops[id(func)] = _Known(func, special, func in _RESULTS)
-    return known
+    special = func is _DEVICE or any(func in table for table in (_READ_AS_ONE, _ONLY_WRITES, _SPARSE))
+    return _Known(special, func in _RESULTS)
 
 
 _DEVICE = torch.ops.prim.device.default

@@ -33,6 +33,7 @@ from fxmem.torch_private import (
     active_fake_mode,
     schema_of,
     storage_key,
+    told_once,
 )
 
 MOST_KNOWN = 100_000
@@ -73,10 +74,6 @@ class _Op:
     """None if it is none of the kinds."""
     written: int | str = 0
     """The place or the name of the argument that is written."""
-
-
-_ops: dict[int, _Op] = {}
-"""By id of the op, which they keep alive."""
 
 
 class _Unknown(Exception):
@@ -132,14 +129,8 @@ def _argument(place: int | str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return kwargs.get(place) if isinstance(place, str) else args[place]
 
 
+@told_once
 def _op_of(func: Any) -> _Op:
-    op = _ops.get(id(func))
-    if op is None:
-        op = _ops[id(func)] = _promised(func)
-    return op
-
-
-def _promised(func: Any) -> _Op:
     """Return what kind of result the schema of ``func`` promises."""
     if not isinstance(func, OpOverload) or func.namespace != "aten" or _BY_VALUE & set(func.tags):
         return _Op(func, None)

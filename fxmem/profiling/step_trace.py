@@ -24,7 +24,7 @@ from fxmem.ir import Phase, StaticBytes
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.op_effects import UPDATES, why_not_again, work_of, written_by
 from fxmem.profiling.optimizer_step import RecordedStep, SteadyOptimizer, steady_state
-from fxmem.profiling.storage_tracker import StorageTracker, parts_of, tensors_of
+from fxmem.profiling.storage_tracker import FakesTracker, parts_of, tensors_of
 from fxmem.profiling.trace_records import Event, NodeTrace, StepTrace
 from fxmem.profiling.training_step import Gradients, TrainingStep, gradients_of, loss_of, run_step
 from fxmem.runtime.layout import View
@@ -98,7 +98,7 @@ class _Tracer:
         self.graph_module = captured.graph_module
         self.events: list[Event] = []
         self.memory = DeviceMemory.of(device_behind(world.fake(p)) for p in captured.parameters)
-        self.tracker = StorageTracker(self._note_storage, self._note_op, self.memory)
+        self.tracker = FakesTracker(self._note_storage, self._note_op, self.memory)
         self.nodes: list[NodeTrace] = []
         self.current: NodeTrace | None = None
         self.statics: dict[int, str] = {}

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 import torch
 
 from fxmem.fake.meta_fixups import run_above_fixups
+from fxmem.fake.modes import ModeOnFakes
 from fxmem.op_facts.kinds import QueryOnly
 from fxmem.op_facts.lookup import by_namespace
 from fxmem.profiling.caching_allocator import Allocation
@@ -28,6 +29,7 @@ from fxmem.torch_private import (
     device_behind,
     leaves_of,
     storage_key,
+    told_once,
     tree_leaves,
 )
 
@@ -208,8 +210,10 @@ class StorageTracker(TorchDispatchMode):
         self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace in _QUERIES:
+        return self._ran(func, args, kwargs or {})
+
+    def _ran(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if _is_query(func):
             return run_above_fixups(func, args, kwargs)
         written_over = self._unwatched.includes(func, args)
         self._see((args, kwargs), counted=False)
@@ -232,9 +236,21 @@ class StorageTracker(TorchDispatchMode):
                     self._add(part, counted=counted)
 
 
+class FakesTracker(ModeOnFakes, StorageTracker):
+    """A tracker of steps on fakes, where each op takes it less time."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._ran(func, args, kwargs or {})
+
+
 _indices, _values = torch.ops.aten._indices.default, torch.ops.aten._values.default
 """Of any sparse tensor; the methods without an underscore want a coalesced one."""
 _QUERIES = by_namespace(QueryOnly)
+
+
+@told_once
+def _is_query(func: Any) -> bool:
+    return func.namespace in _QUERIES
 
 
 def has_storage(leaf: object) -> TypeGuard[torch.Tensor]:

@@ -26,7 +26,7 @@ from fxmem.profiling.caching_allocator import StepEvents, StepLog
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
 from fxmem.profiling.peak_watch import PeakWatch, WatchedStep
-from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
+from fxmem.profiling.storage_tracker import FakesTracker, tensors_of
 from fxmem.profiling.training_step import BARE, Gradients, LossFn, TrainingStep, gradients_of, run_step
 from fxmem.profiling.written_views import WrittenViews
 from fxmem.runtime.autocast import Autocast
@@ -298,8 +298,8 @@ def _micro_batch(
         run_step(lambda: subject.forward(other), loss_fn, autocast=region, keep_casts=False)
 
 
-def _tracker(memory: DeviceMemory, log: StepLog, watch: PeakWatch | None) -> StorageTracker:
-    return StorageTracker(
+def _tracker(memory: DeviceMemory, log: StepLog, watch: PeakWatch | None) -> FakesTracker:
+    return FakesTracker(
         log.note if watch is None else watch.beside(log.note),
         None if watch is None else watch.note_op,
         memory,
