@@ -214,10 +214,8 @@ def _described(op: _Op, output: Any, args: Sequence[Any], kwargs: dict[str, Any]
         kind, own = VIEW, on_first and not any(each is first for each in outputs)
     else:
         given = {storage_key(each) for each in _tensors_in((*args, *kwargs.values()))}
-        kind, own = (
-            NEW,
-            len(set(places)) == len(places) and given.isdisjoint(places) and all(map(_fills_storage, outputs)),
-        )
+        alone = len(set(places)) == len(places) and given.isdisjoint(places)
+        kind, own = NEW, alone and all(map(_fills_storage, outputs))
     layouts = tuple(None if each is None else _layout_of(each) for each in outputs)
     return _Known(kind, container, layouts) if own else None
 

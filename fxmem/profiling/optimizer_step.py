@@ -282,7 +282,7 @@ def _rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> 
         return cls(groups, **optimizer.defaults)
 
 
-def _give_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients, cleared: Sequence[int]) -> None:
+def _give_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients, cleared: Sequence[int] = ()) -> None:
     """Leave on ``parameters`` what a backward left that :func:`gradients_of` looked at, but for those at these places."""
     without = set(cleared)
     for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
