@@ -6,10 +6,11 @@ torch's is in :mod:`fxmem.torch_patches`. Each name has a row in docs/architectu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._C import DisableTorchFunction, DispatchKey
@@ -45,12 +46,14 @@ __all__ = [
     "PythonDeviceGuard",
     "TorchDispatchMode",
     "TreeSpec",
+    "active_fake_mode",
     "at_end_of_backward",
     "attention_order",
     "channels_last_strides",
     "contiguous_strides",
     "current_backward",
     "current_backward_node",
+    "device_behind",
     "device_types",
     "grad_reaches_all",
     "has_kernel",
@@ -76,6 +79,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "told_once",
     "tree_unflatten",
     "version_of",
     "without_modes",
@@ -110,6 +114,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that no other living storage has: its address. The address of its data would not do, as all fakes
     have the same, nor the id of its Python object, which comes and goes while the storage lives."""
     return cast(int, tensor.untyped_storage()._cdata)
+
+
+def device_behind(tensor: torch.Tensor) -> torch.device:
+    """Return the device of ``tensor``: of a fake, without the dispatch that its own attribute takes."""
+    return tensor.fake_device if type(tensor) is FakeTensor else tensor.device
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -199,6 +208,24 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Return the schema of an operator: its arguments, which of them it writes, its results."""
 
 
+T = TypeVar("T")
+
+
+def told_once(tell: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Return ``tell``, which says something of an operator, with a memory. It goes by identity, since an operator's own
+    hash is computed in Python, and keeps operators alive."""
+    told: dict[int, tuple[Any, T]] = {}
+
+    @functools.wraps(tell)
+    def of(op: Any) -> T:
+        found = told.get(id(op))
+        if found is None:
+            found = told[id(op)] = op, tell(op)
+        return found[1]
+
+    return of
+
+
 def has_kernel(op: OpOverload, key: str) -> bool:
     """True if ``op`` has a kernel of its own for the dispatch key of this name."""
     return bool(op.has_kernel_for_dispatch_key(getattr(DispatchKey, key)))
@@ -232,6 +259,11 @@ def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
 def in_transform() -> bool:
     """True inside a transform of torch.func (vmap, grad, jvp, ...)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def active_fake_mode() -> FakeTensorMode | None:
+    """Return the mode that makes fakes of what is made at present; None outside of all."""
+    return cast(FakeTensorMode | None, torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE))
 
 
 def in_dual_level() -> bool:

@@ -385,13 +385,16 @@ class CompileCache:
 
 @contextmanager
 def _collected_afterwards() -> Iterator[None]:
-    """Put off collecting cycles to the end of the body, which makes many objects and little garbage; but what cycles it
-    leaves hold the batch planned for, which would be there beside the next one."""
-    enabled = gc.isenabled()
+    """Put off collecting cycles to the body's end, which makes many objects and little garbage, but for what was there
+    before. What cycles it leaves hold the batch planned for, which would be there beside the next one."""
+    enabled, freeze = gc.isenabled(), not gc.get_freeze_count()
     gc.disable()
+    if freeze:
+        gc.freeze()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        (gc.enable if enabled else gc.disable)()
         gc.collect()
+        if freeze:
+            gc.unfreeze()

@@ -28,8 +28,8 @@ from fxmem.torch_private import (
     DisableTorchFunction,
     FakeTensor,
     TorchDispatchMode,
+    leaves_of,
     storage_key,
-    tree_leaves,
     tree_map,
     without_modes,
 )
@@ -188,7 +188,7 @@ class KnownValues(TorchFunctionMode):
         self, func: Any, args: Any, kwargs: Any, fresh: Sequence[Any]
     ) -> list[tuple[Value | Leaf, torch.Tensor]] | None:
         """Return how the values of ``fresh``, which the call makes, follow from its arguments'; None if they do not."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors((args, kwargs))
         if not (tensors or func in _CONSTANTS) or not all(map(self.knows, tensors)):
             return None
         if any(not isinstance(t, torch.Tensor) or _known_size(t.numel()) > MOST_ELEMENTS for t in fresh):
@@ -256,14 +256,14 @@ def _known_size(size: int | torch.SymInt) -> float:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _varies(value: Value | Leaf) -> bool:
     """True if another call can have another value: it is computed from a leaf, or has the size of one."""
     if isinstance(value, Leaf):
         return True
-    parts = tree_leaves((value.args, value.kwargs))
+    parts = leaves_of((value.args, value.kwargs))
     return any(isinstance(p, Size) or (isinstance(p, Value | Leaf) and _varies(p)) for p in parts)
 
 

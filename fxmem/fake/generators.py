@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from fxmem.torch_private import DisableTorchFunction, TorchDispatchMode, without_modes
+from fxmem.fake.meta_fixups import run_above_fixups
+from fxmem.fake.modes import ModeOnFakes
+from fxmem.torch_private import DisableTorchFunction, without_modes
 
 _SEEDINGS = frozenset({"manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"})
 """Methods of a generator that set its state."""
@@ -46,7 +48,7 @@ class GeneratorStates:
         return all(_same(g.get_state(), state) for g, state in self._states if id(g) in wanted)
 
 
-class Draws(TorchDispatchMode):
+class Draws(ModeOnFakes):
     """Notes from which generators a forward on fakes draws, and whether their states change meanwhile.
 
     ``own``: generators of the model that an earlier run of the same forward drew from; None in a first run.
@@ -84,7 +86,7 @@ class Draws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note([value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)])
-        return func(*args, **kwargs)
+        return run_above_fixups(func, args, kwargs)
 
     def _note(self, named: list[torch.Generator]) -> None:
         known = {id(generator) for generator in self._watched}

@@ -9,55 +9,85 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from fxmem.fake.op_memo import run_or_recall
+from fxmem.fake.modes import ModeOnFakes
+from fxmem.fake.op_memo import UNKNOWN, recall, run_or_recall
 from fxmem.op_facts.kinds import FakeOfSparse, FakeResult, OnlyWrites, ReadsScalar
 from fxmem.op_facts.lookup import by_op
 from fxmem.torch_private import (
     FakeTensor,
-    TorchDispatchMode,
     channels_last_strides,
     contiguous_strides,
+    device_behind,
     is_channels_last,
     storage_key,
+    told_once,
+    topmost_mode,
     without_modes,
 )
 
 aten = torch.ops.aten
 
 
-class MetaFixups(TorchDispatchMode):
+class MetaFixups(ModeOnFakes):
     """Corrects what fake kernels return.
 
     Scalars read as 1. Sparse tensors keep their entries; sums and coalescing are taken to merge none, as many as there
     may be.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled on fakes, and what keeps torch.compile away would be asked at each op."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device
-        if func in _READ_AS_ONE and isinstance(args[0], FakeTensor):
-            return _one(args[0].dtype)
-        if func in _ONLY_WRITES:
-            return None
-        sparse = _SPARSE.get(func)
-        if sparse is not None and getattr(args[sparse.place], "layout", None) == torch.sparse_coo:
-            kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
-            return _REPLACEMENTS[sparse.replacement](*args[:2], **kwargs)
+        known = _known_of(func)
+        if known.is_special:
+            if func is _DEVICE and type(args[0]) is FakeTensor:
+                return args[0].fake_device
+            if func in _READ_AS_ONE and isinstance(args[0], FakeTensor):
+                return _one(args[0].dtype)
+            if func in _ONLY_WRITES:
+                return None
+            sparse = _SPARSE.get(func)
+            if sparse is not None and getattr(args[sparse.place], "layout", None) == torch.sparse_coo:
+                kwargs = {name: value for name, value in (kwargs or {}).items() if name == "alpha"}
+                return _REPLACEMENTS[sparse.replacement](*args[:2], **kwargs)
         output = run_or_recall(func, args, kwargs or {})
-        if func not in _RESULTS:
-            return output
-        device_type = next(a.device.type for a in args if isinstance(a, torch.Tensor))
-        fact = by_op(FakeResult, device_type).get(func)
-        return output if fact is None else _CORRECTIONS[fact.correction](output, args)
+        return _corrected(func, args, output) if known.is_corrected else output
+
+
+def run_above_fixups(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return ``func(*args, **kwargs)`` for a mode above. Where :class:`MetaFixups` comes next and the result is known
+    again, torch's way there, which takes longer than the rest, is spared; and so it is where a fake is asked for its
+    device, as autograd does at each step."""
+    if func is _DEVICE and type(args[0]) is FakeTensor:
+        return args[0].fake_device
+    known = _known_of(func)
+    if not known.is_special and type(topmost_mode()) is MetaFixups:
+        output = recall(func, args, kwargs)
+        if output is not UNKNOWN:
+            return _corrected(func, args, output) if known.is_corrected else output
+    return func(*args, **kwargs)
+
+
+def _corrected(func: Any, args: Any, output: Any) -> Any:
+    device_type = next(device_behind(a).type for a in args if isinstance(a, torch.Tensor))
+    fact = by_op(FakeResult, device_type).get(func)
+    return output if fact is None else _CORRECTIONS[fact.correction](output, args)
+
+
+class _Known(NamedTuple):
+    """What is known of an op."""
+
+    is_special: bool
+    """Whether it may not even be run."""
+    is_corrected: bool
+
+
+@told_once
+def _known_of(func: Any) -> _Known:
+    special = func is _DEVICE or any(func in table for table in (_READ_AS_ONE, _ONLY_WRITES, _SPARSE))
+    return _Known(special, func in _RESULTS)
 
 
 _DEVICE = torch.ops.prim.device.default

@@ -11,11 +11,20 @@ from fxmem.errors import CaptureError
 from fxmem.torch_private import TorchDispatchMode
 
 
+class ModeOnFakes(TorchDispatchMode):
+    """A mode for ops on fakes."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled on fakes, and what keeps torch.compile away would be asked at each op."""
+        return False
+
+
 class TooManyLooks(BaseException):
     """More follows from values than may."""
 
 
-class FewLooks(TorchDispatchMode):
+class FewLooks(ModeOnFakes):
     """Raises ``TooManyLooks`` where more than ``most`` times something follows from values: fakes have none, and a loop
     would wait forever for them to change. Sees inside torch's own Python functions too, where function modes are off."""
 
@@ -39,15 +48,16 @@ class DataRead(TorchFunctionMode):
     graph whose backward would read what was overwritten is refused where eager autograd would not notice."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _data.__set__:
+        if func == _SET:
             raise CaptureError(
                 "the forward assigns to .data of a tensor, which a captured graph would not. Write to it in place, under "
                 "torch.no_grad (copy_)."
             )
-        return args[0].detach() if func == _data.__get__ else func(*args, **(kwargs or {}))
+        return args[0].detach() if func == _GET else func(*args, **(kwargs or {}))
 
 
 _data: Any = torch.Tensor.data
+_GET, _SET = _data.__get__, _data.__set__
 
 
 class MemoryLooks(TorchFunctionMode):

@@ -6,9 +6,10 @@ and its step is run several times, so that nearly all ops are known.
 
 NOTE [Which results are known again]
 
-1. Three kinds, told by the schema: a *new* tensor that lies on memory of its own; a *view* of the first argument; the first
-   argument, *written* in place. The first result is looked at: where it is not of its kind, or sparse, conjugated, part of
-   an autograd graph or a constant, the mode runs the op each time.
+1. Three kinds, told by the schema: a *new* tensor that lies on memory of its own; a *view* of the first argument; an
+   argument *written* in place, which lies as before. The first result is looked at: what lies on the first argument's
+   memory is a view, whatever the schema says (``_unsafe_view``); where it is not of its kind, or sparse, conjugated, part
+   of an autograd graph or a constant, the mode runs the op each time.
 2. What a result depends on is in the key: the op, all that is no tensor with its type, of each tensor where and how it
    lies, its dtype and device, and the default dtype.
 3. Never known are ops whose results depend on values, that are not torch's own, that have symbolic sizes, or that run in
@@ -18,8 +19,8 @@ NOTE [Which results are known again]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,9 +28,12 @@ from fxmem.torch_private import (
     DisableTorchDispatch,
     DisableTorchFunction,
     FakeTensor,
+    FakeTensorMode,
     OpOverload,
+    active_fake_mode,
     schema_of,
     storage_key,
+    told_once,
 )
 
 MOST_KNOWN = 100_000
@@ -37,6 +41,7 @@ MOST_KNOWN = 100_000
 
 NEW, VIEW, WRITTEN = "new", "view", "written"
 _Key = tuple[Any, ...]
+_Asked = tuple[_Key, FakeTensorMode | None]
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int]
 _PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex}
@@ -45,61 +50,113 @@ _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, to
 _META = torch.device("meta")
 _TENSORS = (FakeTensor, torch.Tensor, torch.nn.Parameter)
 """Fakes and, where they are on the meta device, plain tensors."""
-_known: dict[_Key, tuple[bool, tuple[_Layout | None, ...]] | None] = {}
-"""Whether the result is a tuple, and how its tensors lie; None where the mode is to run the op."""
+
+
+class _Known(NamedTuple):
+    """What an op returned."""
+
+    kind: str
+    container: type[Any] | None
+    """That of several results."""
+    layouts: tuple[_Layout | None, ...]
+
+
+_known: dict[_Key, _Known | None] = {}
+"""None where the mode is to run the op."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Op:
+    """An op, with what its schema promises. Keys hold it in place of the op, whose hash is computed in Python."""
+
+    func: Any
+    kind: str | None
+    """None if it is none of the kinds."""
+    written: int | str = 0
+    """The place or the name of the argument that is written."""
 
 
 class _Unknown(Exception):
     """Raised of arguments for which nothing is known."""
 
 
+UNKNOWN = object()
+"""In place of a result that is not known."""
+
+
 def run_or_recall(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what ``func(*args, **kwargs)`` returns in the present fake mode (NOTE [Which results are known again])."""
-    kind = _kind_of(func)
-    if kind is None or not args or torch.is_inference_mode_enabled():
+    op, asked = _asked(func, args, kwargs)
+    if asked is None:
         return func(*args, **kwargs)
-    with DisableTorchFunction():
-        key = _key_of(func, kind, args, kwargs)
-    if key is None:
-        return func(*args, **kwargs)
+    key, _ = asked
     if key in _known:
-        found = _known[key]
-        if found is None:
-            return func(*args, **kwargs)
-        return args[0] if kind == WRITTEN else _made(kind, found, args[0])
+        found = _recalled(op, asked, args, kwargs)
+        return func(*args, **kwargs) if found is UNKNOWN else found
     output = func(*args, **kwargs)
     if len(_known) >= MOST_KNOWN:
         _known.clear()
     with DisableTorchFunction():
-        _known[key] = _described(kind, output, args)
+        unmoved = op.kind != WRITTEN or _key_of(op, args, kwargs) == asked
+        _known[key] = _described(op, output, args, kwargs) if unmoved else None
     return output
 
 
-@cache
-def _kind_of(func: Any) -> str | None:
-    """Return what kind of result the schema of ``func`` promises; None if it is none of these."""
+def recall(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what :func:`run_or_recall` does if that is known, else ``UNKNOWN``."""
+    op, asked = _asked(func, args, kwargs)
+    return UNKNOWN if asked is None else _recalled(op, asked, args, kwargs)
+
+
+def _asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[_Op, _Asked | None]:
+    """Return the op and what :func:`_key_of` returns."""
+    op = _op_of(func)
+    if op.kind is None or not args or torch.is_inference_mode_enabled():
+        return op, None
+    with DisableTorchFunction():
+        return op, _key_of(op, args, kwargs)
+
+
+def _recalled(op: _Op, asked: _Asked, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    key, mode = asked
+    found = _known.get(key)
+    if found is None:
+        return UNKNOWN
+    return _argument(op.written, args, kwargs) if found.kind == WRITTEN else _made(found, args[0], mode)
+
+
+def _argument(place: int | str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return kwargs.get(place) if isinstance(place, str) else args[place]
+
+
+@told_once
+def _op_of(func: Any) -> _Op:
+    """Return what kind of result the schema of ``func`` promises."""
     if not isinstance(func, OpOverload) or func.namespace != "aten" or _BY_VALUE & set(func.tags):
-        return None
+        return _Op(func, None)
     schema = schema_of(func)
     aliases = [argument.alias_info for argument in schema.arguments]
     results = [result.alias_info for result in schema.returns]
-    if not results or any(str(result.type) not in ("Tensor", "Optional[Tensor]") for result in schema.returns):
-        return None
+    types = [str(result.type) for result in schema.returns]
+    if types == ["List[Tensor]"] and func.is_view and not any(aliases[1:]):
+        return _Op(func, VIEW)
+    if not types or any(each not in ("Tensor", "Optional[Tensor]") for each in types):
+        return _Op(func, None)
     if not any(aliases) and not any(results):
-        return NEW
-    if len(results) != 1 or results[0] is None or aliases[0] is None or any(aliases[1:]):
-        return None
-    if aliases[0].is_write:
-        return WRITTEN
-    return VIEW if func.is_view else None
+        return _Op(func, NEW)
+    places = [place for place, alias in enumerate(aliases) if alias is not None]
+    if len(results) != 1 or results[0] is None or len(places) != 1:
+        return _Op(func, None)
+    (place,) = places
+    if aliases[place].is_write:
+        argument = schema.arguments[place]
+        return _Op(func, WRITTEN, argument.name if argument.kwarg_only else place)
+    return _Op(func, VIEW if func.is_view and place == 0 else None)
 
 
-def _key_of(func: Any, kind: str, args: Sequence[Any], kwargs: dict[str, Any]) -> _Key | None:
-    """Return what the result depends on; None if that cannot be told."""
-    first = args[0]
-    if type(first) not in _TENSORS and type(first) is not list:
-        return None
-    parts: list[Any] = [func, torch.get_default_dtype()]
+def _key_of(op: _Op, args: Sequence[Any], kwargs: dict[str, Any]) -> _Asked | None:
+    """Return what the result depends on, and the mode that it is made in, if any; None if that cannot be told."""
+    parts: list[Any] = [op, torch.get_default_dtype()]
     modes: set[Any] = set()
     try:
         _note_all(args, parts, modes)
@@ -108,11 +165,13 @@ def _key_of(func: Any, kind: str, args: Sequence[Any], kwargs: dict[str, Any]) -
             _note_all((value,), parts, modes)
     except _Unknown:
         return None
-    if len(modes) != 1 or getattr(next(iter(modes)), "shape_env", None) is not None:
+    (mode, *others) = modes or (active_fake_mode(),)
+    if others or getattr(mode, "shape_env", None) is not None:
         return None
-    if kind == VIEW:
-        parts.append(first.untyped_storage().nbytes())
-    return tuple(parts)
+    parts.append(mode is None)
+    if op.kind == VIEW:
+        parts.append(args[0].untyped_storage().nbytes())
+    return tuple(parts), mode
 
 
 def _note_all(values: Sequence[Any], parts: list[Any], modes: set[Any]) -> None:
@@ -141,21 +200,24 @@ def _note_all(values: Sequence[Any], parts: list[Any], modes: set[Any]) -> None:
             raise _Unknown
 
 
-def _described(kind: str, output: Any, args: Sequence[Any]) -> tuple[bool, tuple[_Layout | None, ...]] | None:
+def _described(op: _Op, output: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Known | None:
     """Return how a result lies that was made now; None if it is not of its kind."""
-    if kind == WRITTEN:
-        return (False, ()) if output is args[0] else None
-    several = type(output) is tuple
-    outputs = output if several else (output,)
+    if op.kind == WRITTEN:
+        return _Known(WRITTEN, None, ()) if output is _argument(op.written, args, kwargs) else None
+    container = type(output) if type(output) in (tuple, list) else None
+    outputs = output if container else (output,)
     if not all(each is None or _is_plain(each) for each in outputs):
         return None
-    places = [storage_key(each) for each in outputs if each is not None]
-    if kind == VIEW:
-        own = output is not args[0] and places == [storage_key(args[0])]
+    places, first = [storage_key(each) for each in outputs if each is not None], args[0]
+    on_first = isinstance(first, torch.Tensor) and set(places) == {storage_key(first)}
+    if op.kind == VIEW or on_first:
+        kind, own = VIEW, on_first and not any(each is first for each in outputs)
     else:
-        given = {storage_key(each) for each in _tensors_in(args)}
-        own = len(set(places)) == len(places) and given.isdisjoint(places) and all(map(_fills_storage, outputs))
-    return (several, tuple(None if each is None else _layout_of(each) for each in outputs)) if own else None
+        given = {storage_key(each) for each in _tensors_in((*args, *kwargs.values()))}
+        alone = len(set(places)) == len(places) and given.isdisjoint(places)
+        kind, own = NEW, alone and all(map(_fills_storage, outputs))
+    layouts = tuple(None if each is None else _layout_of(each) for each in outputs)
+    return _Known(kind, container, layouts) if own else None
 
 
 def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -187,21 +249,19 @@ def _layout_of(tensor: Any) -> _Layout:
     return tensor.shape, tensor.stride(), tensor.dtype, device, tensor.storage_offset()
 
 
-def _made(kind: str, found: tuple[bool, tuple[_Layout | None, ...]], first: Any) -> Any:
-    """Return a result that lies as ``found`` says. ``first``: the first argument, or a list of tensors."""
-    several, layouts = found
-    mode = getattr(first[0] if isinstance(first, list) else first, "fake_mode", None)
+def _made(found: _Known, first: Any, mode: FakeTensorMode | None) -> Any:
+    """Return a result that lies as ``found`` says. ``first``: the first argument."""
     made: list[Any] = []
     with DisableTorchFunction(), DisableTorchDispatch():
-        for layout in layouts:
+        for layout in found.layouts:
             if layout is None:
                 made.append(None)
                 continue
             size, stride, dtype, device, offset = layout
-            if kind == VIEW:
+            if found.kind == VIEW:
                 element = torch.empty(0, dtype=dtype, device=_META)
                 element.set_(first.untyped_storage(), offset, size, stride)
             else:
                 element = torch.empty_strided(size, stride, dtype=dtype, device=_META)
             made.append(element if mode is None else FakeTensor(mode, element, device))
-    return tuple(made) if several else made[0]
+    return made[0] if found.container is None else found.container(made)

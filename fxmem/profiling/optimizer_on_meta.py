@@ -22,7 +22,7 @@ from fxmem.profiling.optimizer_step import (
     clears_all,
     optimizer_over,
 )
-from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
+from fxmem.profiling.storage_tracker import FakesTracker, tensors_of
 from fxmem.profiling.training_step import Gradients, TrainingStep, optimizer_class, usual_gradients
 from fxmem.runtime.layout import Geometry
 from fxmem.torch_patches import without_optimizer_hooks
@@ -87,7 +87,7 @@ def _two_steps(step: TrainingStep, parameters: Sequence[torch.Tensor], gradients
     optimizer = optimizer_over(step.optimizer, learning)
     if optimizer is None or any(group.get("foreach") for group in optimizer.param_groups):
         return None  # asked for, multi-tensor kernels take other temporaries on meta tensors
-    tracker = StorageTracker()
+    tracker = FakesTracker()
     watched = WatchedOptimizer(optimizer, tracker)
     tracker.hold(twins)
     _first_step(optimizer, twins, gradients)

@@ -182,12 +182,10 @@ def steady_state(
             if seen is None:
                 micro_batch()
             else:
-                _give_gradients([fake for _, fake in parameters], seen.gradients)
+                cleared = again.holds if again is not None and not step.accumulate else ()
+                _give_gradients([fake for _, fake in parameters], seen.gradients, cleared)
         if again is not None:
-            repeated = _Repeated(again, [fake for _, fake in parameters], tracker)
-            if not step.accumulate:
-                repeated.zero_grad(set_to_none=True)
-            return repeated, scaler
+            return _Repeated(again, [fake for _, fake in parameters], tracker), scaler
         if optimizer is None:
             return None, scaler
         stepped = {id(fake) for group in optimizer.param_groups for fake in group["params"]}
@@ -284,7 +282,8 @@ def _rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> 
         return cls(groups, **optimizer.defaults)
 
 
-def _give_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> None:
-    """Leave on ``parameters`` what a backward left that :func:`gradients_of` looked at."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = None if gradient is None else gradient.blank()
+def _give_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients, cleared: Sequence[int] = ()) -> None:
+    """Leave on ``parameters`` what a backward left that :func:`gradients_of` looked at, but for those at these places."""
+    without = set(cleared)
+    for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        parameter.grad = None if gradient is None or place in without else gradient.blank()

@@ -16,7 +16,7 @@ from fxmem.capture.graph import CaptureGraph
 from fxmem.errors import PlanMismatchError
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.profiling.device_memory import DeviceMemory
-from fxmem.profiling.storage_tracker import StorageTracker
+from fxmem.profiling.storage_tracker import FakesTracker
 from fxmem.runtime.autocast import autocast_as_in_forward
 from fxmem.runtime.layout import View
 from fxmem.runtime.recompute import Recompute, SavedInRerun, replayed
@@ -51,7 +51,7 @@ def rerun(
 
     def peak(recompute: Recompute, *, capture: bool) -> int:
         bases = _fake_bases(recompute, memory)
-        tracker = StorageTracker(memory=DeviceMemory.of(devices))
+        tracker = FakesTracker(memory=DeviceMemory.of(devices))
         tracker.hold(bases.values())
         start_bytes = tracker.live_bytes
         states = {node.index: replayed(()) for node in recompute.nodes}

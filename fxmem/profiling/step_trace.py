@@ -24,12 +24,12 @@ from fxmem.ir import Phase, StaticBytes
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.op_effects import UPDATES, why_not_again, work_of, written_by
 from fxmem.profiling.optimizer_step import RecordedStep, SteadyOptimizer, steady_state
-from fxmem.profiling.storage_tracker import StorageTracker, parts_of, tensors_of
+from fxmem.profiling.storage_tracker import FakesTracker, parts_of, tensors_of
 from fxmem.profiling.trace_records import Event, NodeTrace, StepTrace
 from fxmem.profiling.training_step import Gradients, TrainingStep, gradients_of, loss_of, run_step
 from fxmem.runtime.layout import View
 from fxmem.runtime.scoped_ops import op_of
-from fxmem.torch_private import is_view, leaves_of, tree_flatten, version_of
+from fxmem.torch_private import DisableTorchFunction, device_behind, is_view, leaves_of, tree_flatten, version_of
 
 
 def trace_step(
@@ -97,8 +97,8 @@ class _Tracer:
         self.captured, self.inputs, self.world, self.discard = captured, inputs, world, discard
         self.graph_module = captured.graph_module
         self.events: list[Event] = []
-        self.memory = DeviceMemory.of(world.fake(p).device for p in captured.parameters)
-        self.tracker = StorageTracker(self._note_storage, self._note_op, self.memory)
+        self.memory = DeviceMemory.of(device_behind(world.fake(p)) for p in captured.parameters)
+        self.tracker = FakesTracker(self._note_storage, self._note_op, self.memory)
         self.nodes: list[NodeTrace] = []
         self.current: NodeTrace | None = None
         self.statics: dict[int, str] = {}
@@ -277,7 +277,8 @@ class _Tracer:
                 with self._noting(node, env):
                     env[node] = self._call(node, env)
                     self._note_results(env[node])
-            storages[node] = set(self._storages(env[node]))
+            with DisableTorchFunction():
+                storages[node] = set(self._storages(env[node]))
             references.update(storages[node])
             for dead in last_uses[node]:
                 del env[dead]
@@ -303,6 +304,16 @@ class _Tracer:
     @contextmanager
     def _noting(self, node: fx.Node, env: dict[fx.Node, Any]) -> Iterator[None]:
         """Open a record for ``node``; whatever happens meanwhile belongs to it."""
+        with DisableTorchFunction():
+            record, tensors, before, start = self._begun(node, env)
+        yield
+        with DisableTorchFunction():
+            self._ended(record, tensors, before, start)
+
+    def _begun(
+        self, node: fx.Node, env: dict[fx.Node, Any]
+    ) -> tuple[NodeTrace, list[tuple[int, torch.Tensor]], list[int], int]:
+        """Return a new record, its tensor arguments by place, their versions, and the number of events before it."""
         leaves, spec = tree_flatten(fx.map_arg((node.args, node.kwargs), lambda n: env[n]))
         record = NodeTrace(len(self.nodes), node, tuple(leaves), spec)
         record.effects = getattr(op_of(node.target), "effect", "")
@@ -310,7 +321,7 @@ class _Tracer:
         for place, tensor in tensors:
             serial = self.tracker.serial(tensor)
             record.reads.append((place, View.of(tensor, serial), self.versions.get(serial, 0)))
-            self.devices[serial] = tensor.device
+            self.devices[serial] = device_behind(tensor)
         first: dict[int, int] = {}
         for number, (_, tensor) in enumerate(tensors):
             kept = tensor.requires_grad and tensor.is_leaf and not is_view(tensor)
@@ -321,14 +332,16 @@ class _Tracer:
         self.written.clear()
         start = len(self.events)
         self.events.append(Event("begin", record.index))
-        del leaves
-        yield
+        return record, tensors, before, start
+
+    def _ended(self, record: NodeTrace, tensors: list[tuple[int, torch.Tensor]], before: list[int], start: int) -> None:
+        """Write down what was seen since :meth:`_begun`."""
         self.events.append(Event("end", record.index))
         self.current = None
         made = {e.key for e in self.events[start:] if e.kind == "alloc"}
         if not self.written <= made | {self.tracker.serial(tensor) for _, tensor in tensors}:
             record.effects = record.effects or "writes to a tensor that is none of its arguments"
-        updates = UPDATES.get(op_of(node.target))
+        updates = UPDATES.get(op_of(record.node.target))
         if updates is not None and record.leaves[updates.flag]:
             record.updates = tuple(place for place, _ in tensors if place in updates.places)
         updated: list[int] = []
@@ -356,9 +369,10 @@ class _Tracer:
     def _note_results(self, output: Any) -> None:
         assert self.current is not None
         leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                self.current.outputs.append((place, View.of(leaf, self.tracker.serial(leaf))))
+        with DisableTorchFunction():
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, torch.Tensor):
+                    self.current.outputs.append((place, View.of(leaf, self.tracker.serial(leaf))))
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -26,12 +26,12 @@ from fxmem.profiling.caching_allocator import StepEvents, StepLog
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
 from fxmem.profiling.peak_watch import PeakWatch, WatchedStep
-from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
+from fxmem.profiling.storage_tracker import FakesTracker, tensors_of
 from fxmem.profiling.training_step import BARE, Gradients, LossFn, TrainingStep, gradients_of, run_step
 from fxmem.profiling.written_views import WrittenViews
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import calls_run_by
-from fxmem.torch_private import tree_leaves
+from fxmem.torch_private import device_behind, tree_leaves
 
 
 def verify(
@@ -242,7 +242,7 @@ def _fake_step(
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
     fakes: list[torch.Tensor] = []
     parameters = [world.fake(p) for p in captured.parameters]
-    memory, log = DeviceMemory.of(p.device for p in parameters), StepLog()
+    memory, log = DeviceMemory.of(map(device_behind, parameters)), StepLog()
     watch = PeakWatch(subject.owner) if watching else None
     tracker = _tracker(memory, log, watch)
     state = [world.fake(t) for t in (*captured.state, *state_as_moved(subject.owner))]
@@ -298,8 +298,8 @@ def _micro_batch(
         run_step(lambda: subject.forward(other), loss_fn, autocast=region, keep_casts=False)
 
 
-def _tracker(memory: DeviceMemory, log: StepLog, watch: PeakWatch | None) -> StorageTracker:
-    return StorageTracker(
+def _tracker(memory: DeviceMemory, log: StepLog, watch: PeakWatch | None) -> FakesTracker:
+    return FakesTracker(
         log.note if watch is None else watch.beside(log.note),
         None if watch is None else watch.note_op,
         memory,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fxmem.torch_private import is_view, tree_leaves, version_of
+from fxmem.torch_private import DisableTorchFunction, is_view, leaves_of, version_of
 
 
 class WrittenViews(TorchFunctionMode):
@@ -30,12 +30,13 @@ class WrittenViews(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") != "__get__":
-            self._note_writes()
-            self._note_views(output)
+            with DisableTorchFunction():  # modes around are not to see how views are looked at
+                self._note_writes()
+                self._note_views(output)
         return output
 
     def _note_views(self, output: Any) -> None:
-        for leaf in tree_leaves(output) if isinstance(output, torch.Tensor | tuple | list) else ():
+        for leaf in leaves_of(output) if isinstance(output, torch.Tensor | tuple | list) else ():
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._views and _covers_its_base(leaf):
                 self._views[id(leaf)] = weakref.ref(leaf), version_of(leaf)
 

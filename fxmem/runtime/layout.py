@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fxmem.errors import PlanMismatchError
+from fxmem.torch_private import device_behind
 
 
 class Geometry(NamedTuple):
@@ -19,7 +20,7 @@ class Geometry(NamedTuple):
 
     @staticmethod
     def of(x: torch.Tensor) -> Geometry:
-        return Geometry(x.size(), x.stride(), x.dtype, x.device)
+        return Geometry(x.size(), x.stride(), x.dtype, device_behind(x))
 
     def blank(self) -> torch.Tensor:
         """Return a tensor of this geometry, with anything in it."""

@@ -9,7 +9,7 @@ too many (torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``; Func
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,12 +25,15 @@ from fxmem.torch_private import (
     holders_of,
     sequence_of,
     storage_key,
+    told_once,
     without_modes,
 )
 
 _ADD = torch.ops.aten.add.Tensor
 _BY_OP = by_op(InPlaceInBackward)
 _PRODUCTS = {resolved(name) for fact in by_op(InPlaceInLinear).values() for name in fact.products}
+_fact_of: Callable[[Any], InPlaceInBackward | None] = told_once(_BY_OP.get)
+_is_product: Callable[[Any], bool] = told_once(_PRODUCTS.__contains__)
 
 
 class UnwatchedWrites:
@@ -55,13 +58,13 @@ class UnwatchedWrites:
 
     def ran(self, func: Any, output: Any) -> None:
         """Note what the latest op was."""
-        self._product = storage_key(output) if func in _PRODUCTS else None
+        self._product = storage_key(output) if _is_product(func) else None
 
     def includes(self, func: Any, args: Any) -> bool:
         """True if ``func``, about to run on ``args``, is one: its first argument is written over."""
         if func is _ADD and self._product is not None and self._adds_bias(args):
             return True
-        fact = _BY_OP.get(func)
+        fact = _fact_of(func)
         if (func is not _ADD and fact is None) or torch.is_grad_enabled():
             return False
         node: Any = current_backward_node()

@@ -232,17 +232,29 @@ def test_no_batch_is_held_once_its_step_is_over(share: float) -> None:
         assert held() is None
 
 
+def test_what_a_user_froze_stays_so() -> None:
+    optimized = fxmem.optimize(Texts(), planner="mincut", optimizer=None)
+    gc.freeze()
+    try:
+        num_frozen = gc.get_freeze_count()
+        optimized(texts(8))
+        assert 0 < gc.get_freeze_count() <= num_frozen
+    finally:
+        gc.unfreeze()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
     optimized = fxmem.optimize(Texts(), planner="mincut", optimizer=None)
-    before = gc.isenabled()
+    before, num_frozen = gc.isenabled(), gc.get_freeze_count()
     (gc.enable if enabled else gc.disable)()
     try:
         optimized(texts(8))
         with pytest.raises(fxmem.InputError):
             optimized(torch.zeros(2))
         assert gc.isenabled() == enabled
+        assert gc.get_freeze_count() == num_frozen
     finally:
         (gc.enable if before else gc.disable)()
 

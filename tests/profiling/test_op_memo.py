@@ -13,6 +13,7 @@ from torch import nn
 
 from fxmem.fake import meta_fixups, op_memo
 from fxmem.fake.fake_tensors import FakeWorld
+from fxmem.profiling.storage_tracker import FakesTracker
 from fxmem.torch_private import DisableTorchFunction, storage_key
 
 Look = Callable[[Any, Sequence[Any]], object]
@@ -44,18 +45,15 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     recall = op_memo.run_or_recall
 
     def crossed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        kind, key = op_memo._kind_of(func), None
-        if kind is not None and args:
-            with DisableTorchFunction():
-                key = op_memo._key_of(func, kind, args, kwargs)
-        known = key is not None and op_memo._known.get(key) is not None
+        op, asked = op_memo._asked(func, args, kwargs)
+        known = None if asked is None else op_memo._known.get(asked[0])
         output = recall(func, args, kwargs)
-        counts[kind if known and kind is not None else "run"] += 1
-        if known:
+        counts["run" if known is None else known.kind] += 1
+        if known is not None:
             true = func(*args, **kwargs)
             assert type(output) is type(true)
-            if kind == op_memo.WRITTEN:
-                assert output is true is args[0]
+            if known.kind == op_memo.WRITTEN:
+                assert output is true is op_memo._argument(op.written, args, kwargs)
             else:
                 assert looks(output, args) == looks(true, args), str(func)
         return output
@@ -168,3 +166,68 @@ def test_a_view_lies_on_the_storage_of_its_own_tensor(compared: Counter[str]) ->
     with world.active():
         views = [tensor.view(24) for tensor in (first, second, first)]
     assert [storage_key(view) for view in views] == [storage_key(t) for t in (first, second, first)]
+
+
+def made_of_nothing(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided((2, 3), (3, 1), dtype=x.dtype)
+
+
+KNOWN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a view that its schema calls new": (lambda x: torch.ops.aten._unsafe_view(x, [24]), op_memo.VIEW),
+    "a list of views": (lambda x: x.split(2), op_memo.VIEW),
+    "a result given as out": (lambda x: torch.addcmul(x, x, x, out=torch.empty_like(x)), op_memo.WRITTEN),
+    "a tensor made of nothing": (made_of_nothing, op_memo.NEW),
+}
+
+
+@pytest.mark.parametrize("what", KNOWN)
+def test_known_again_is(what: str, compared: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_memo, "_known", {})
+    run, kind = KNOWN[what]
+    ran_again(run, torch.empty(4, 6))
+    before = compared[kind]
+    ran_again(run, torch.empty(4, 6))
+    assert compared[kind] > before
+
+
+def test_an_out_that_is_resized_is_run_each_time(compared: Counter[str]) -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(0)
+        torch.mul(x, 2.0, out=out)
+        return out
+
+    assert [found.shape for found in ran_again(doubled, *[torch.empty(4, 6)] * 3)] == [(4, 6)] * 3
+
+
+def test_a_default_dtype_is_part_of_what_is_made_of_nothing(compared: Counter[str]) -> None:
+    before = torch.get_default_dtype()
+    found = []
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            found += [ran_again(lambda _: torch.zeros(3), torch.empty(1))[0].dtype]
+    finally:
+        torch.set_default_dtype(before)
+    assert found == [torch.float32, torch.float64]
+
+
+def test_a_tracker_of_fakes_asks_the_fixups_only_for_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    dispatch = meta_fixups.MetaFixups.__torch_dispatch__
+
+    def noted(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked.append(str(func))
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(meta_fixups.MetaFixups, "__torch_dispatch__", noted)
+    found = []
+    for _ in range(2):
+        asked.clear()
+        world, tracker = FakeWorld(), FakesTracker()
+        x = world.fake(torch.empty(4, 6))
+        with world.active(), tracker:
+            y = x.exp()
+            found.append((y.shape, y.stride(), y.dtype, y.device, tracker.live_bytes))
+    assert found[0] == found[1]
+    assert found[1][-1] == 4 * 6 * 4
+    assert asked == []

@@ -16,6 +16,7 @@ from fxmem.profiling.optimizer_on_meta import usual_step
 from fxmem.profiling.optimizer_step import RecordedStep, SeenOptimizer, steady_state
 from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.profiling.training_step import TrainingStep, usual_gradients
+from fxmem.runtime.layout import Geometry
 from tests.profiling.steps import measured_peak
 
 KIB = 1024
@@ -133,3 +134,16 @@ def test_an_optimizer_allocates_on_meta_what_it_does_on_fakes(name: str) -> None
     on_fakes = _on_fakes(name, parameters)
     assert on_fakes is not None
     assert _plain(usual.optimizer) == _plain(on_fakes)
+
+
+def test_gradients_that_a_known_optimizer_clears_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = list(nn.Linear(8, 8).parameters())
+    step = TrainingStep(optimizer="adam")
+    usual = usual_step(step, parameters)
+    assert usual is not None
+    monkeypatch.setattr(Geometry, "blank", lambda _: pytest.fail("a gradient was made"))
+    world = FakeWorld(())
+    with world.active():
+        pairs = [(p, world.fake(p)) for p in parameters]
+        steady_state(step, pairs, lambda: None, StorageTracker(), usual)
+    assert all(fake.grad is None for _, fake in pairs)
