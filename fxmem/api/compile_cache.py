@@ -170,9 +170,9 @@ class CompileCache:
         signature = self._signature(inputs, autocast)
         most = CAPTURE_SECONDS + self._settings.plan_seconds
         with (
+            _collected_afterwards(),
             told(f"planning a training step of {type(self._model).__name__}", most),
             as_in_training(),
-            _collected_afterwards(),
         ):
             compiled = self.find(inputs, autocast)
             if compiled is not None:  # another thread was faster
@@ -210,9 +210,9 @@ class CompileCache:
         most = CAPTURE_SECONDS + self._settings.plan_seconds
         settings = replace(self._settings, measure=False, background=False)
         with (
+            _collected_afterwards(),
             told(f"planning a training step of {type(self._model).__name__}", most),
             as_in_training(),
-            _collected_afterwards(),
         ):
             compiled = compile_model(CompileContext(self._model, inputs, settings, autocast))
             return compiled.plan, replace(compiled.report, _least_bytes=compiled.report.floor_bytes)

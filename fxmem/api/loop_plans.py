@@ -348,6 +348,7 @@ def _grown(planned: Loop, seen: Loop) -> Loop:
         backwards=max(planned.backwards, seen.backwards),
         lets_go=planned.lets_go and seen.lets_go,
         carried=planned.carried or seen.carried,
+        within_autocast=planned.within_autocast or seen.within_autocast,
         keeps_output=planned.keeps_output,
     )
     return replace(
@@ -369,6 +370,8 @@ def _said_of(asked: TrainingStep, step: TrainingStep) -> list[str]:
         parts.append("a backward retains its graph (retain_graph=True)")
     if loop.carried and not known.carried:
         parts.append("the output of the step before is still referred to while the next forward runs")
+    if loop.within_autocast and not known.within_autocast:
+        parts.append("the backward runs inside of the autocast region, which keeps its casts until it ends")
     return parts or ["the step is another one than planned for"]
 
 

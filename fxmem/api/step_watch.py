@@ -27,7 +27,16 @@ CALL = "fxmem's call"
 class Call:
     """One training call, for as long as its graph is there: autograd owns it."""
 
-    __slots__ = ("__weakref__", "_latest", "_note", "held", "is_released", "keeps_output", "num_backwards")
+    __slots__ = (
+        "__weakref__",
+        "_latest",
+        "_note",
+        "held",
+        "is_released",
+        "keeps_output",
+        "num_backwards",
+        "within_autocast",
+    )
 
     def __init__(self, note: Callable[[Call], None]) -> None:
         """``note`` is told of each backward."""
@@ -37,6 +46,8 @@ class Call:
         """All its outputs were there as the latest backward began."""
         self.is_released = False
         """A backward that lets go of the graph has begun."""
+        self.within_autocast = False
+        """A backward ran inside of a region of autocast."""
         self.held: list[tuple[weakref.ref[Any], int]] = []
         """Storages of its outputs, and their bytes."""
         self._latest = -1
@@ -50,6 +61,7 @@ class Call:
         self.num_backwards += 1
         self.keeps_output = all(storage() is not None for storage, _ in self.held)
         self.is_released = not keeps_graph()
+        self.within_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         self._note(self)
 
 
@@ -94,7 +106,8 @@ class StepWatch:
         keeps_output = call.keeps_output or (self._knows_output and self.loop.keeps_output)
         self._knows_output = True
         backwards = max(self.loop.backwards, min(call.num_backwards, MOST_BACKWARDS))
-        self.loop = _with(self.loop, backwards=backwards, keeps_output=keeps_output)
+        within = self.loop.within_autocast or call.within_autocast
+        self.loop = _with(self.loop, backwards=backwards, keeps_output=keeps_output, within_autocast=within)
 
     def note(self, leaves: Iterable[Any]) -> Call:
         """Note the outputs of a call."""

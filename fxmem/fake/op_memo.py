@@ -170,6 +170,8 @@ def _key_of(op: _Op, args: Sequence[Any], kwargs: dict[str, Any]) -> _Asked | No
         return None
     parts.append(mode is None)
     if op.kind == VIEW:
+        if type(args[0]) not in _TENSORS:  # the conjugate of a number
+            return None
         parts.append(args[0].untyped_storage().nbytes())
     return tuple(parts), mode
 

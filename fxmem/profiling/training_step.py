@@ -14,7 +14,8 @@ NOTE [The training step]
    (NOTE [Steps in the backward] in :mod:`fxmem.runtime.step_in_backward`).
 6. It is a step of the steady state: the optimizer's and the scaler's state exists from the start. A parameter that the
    backward does not reach has no gradient, and no state unless the optimizer given has some already.
-7. Under autocast, forward and loss run inside the region, scaling, backward and optimizer outside.
+7. Under autocast, forward and loss run inside the region, scaling, backward and optimizer outside, unless the loop has
+   them inside too: the region keeps the casts of weights until it ends.
 8. A :class:`Loop` says what else a step of a training loop may be: several forwards before the backward, several backwards
    through one graph, names that still refer to the step before. It changes no gradient, only the peak, and is looked at
    where a step is verified, not where it is profiled: plans are made for one forward, and judged in their loop.
@@ -26,7 +27,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -78,6 +79,9 @@ class Loop:
 
     keeps_output: bool = True
     """Whether the output is referred to until the step is over; not so where only its loss is: ``model(x).loss``."""
+
+    within_autocast: bool = False
+    """Whether the backward runs inside of the region of autocast, which keeps casts of weights until it ends."""
 
     def __post_init__(self) -> None:
         for name in ("forwards", "backwards"):
@@ -238,28 +242,34 @@ def run_step(
     ``carried``: output and loss of the step before; those of this step take their places, and stay.
     """
     names: list[Any] = [None, None] if carried is None else carried
-    cache = nullcontext() if keep_casts else casts_kept(False)
-    with cache, autocast.enter() if autocast else nullcontext():
+    with ExitStack() as whole, ExitStack() as region:
+        if not keep_casts:
+            region.enter_context(casts_kept(False))
+        if autocast:
+            region.enter_context(autocast.enter())
         on_phase(Phase.FORWARD)
         names[0] = [forward() for _ in range(loop.forwards)]
         on_phase(Phase.LOSS)
         names[1] = loss_of(names[0], loss_fn)
         if not loop.keeps_output:
             names[0] = None
-    on_phase(Phase.BACKWARD)
-    loss = names[1] if scaler is None else scaler.scale(names[1])
-    for number in range(1, loop.backwards + 1):
-        loss.backward(retain_graph=number < loop.backwards or not loop.lets_go)
-    del loss
-    on_phase(Phase.OPTIMIZER)
-    if optimizer is None:
-        return
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)  # type: ignore[arg-type]
-        scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+        if loop.within_autocast:
+            whole.enter_context(region.pop_all())
+        region.close()
+        on_phase(Phase.BACKWARD)
+        loss = names[1] if scaler is None else scaler.scale(names[1])
+        for number in range(1, loop.backwards + 1):
+            loss.backward(retain_graph=number < loop.backwards or not loop.lets_go)
+        del loss
+        on_phase(Phase.OPTIMIZER)
+        if optimizer is None:
+            return
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)  # type: ignore[arg-type]
+            scaler.update()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def loss_of(outputs: Sequence[Any], loss_fn: LossFn | None) -> torch.Tensor:

@@ -200,3 +200,46 @@ def test_targets_without_a_loss_are_rejected() -> None:
 def test_numbers_of_a_loop_are_checked(number: Any) -> None:
     with pytest.raises(fxmem.InputError, match="forwards of a loop must be a number above 0"):
         fxmem.Loop(forwards=number)
+
+
+def total_of_floats(output: Tensor) -> Tensor:
+    return output.float().sum()
+
+
+def under_autocast(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(BATCHES[0])
+        loss = total_of_floats(output)
+    loss.backward()
+    del output, loss
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def backward_under_autocast(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(BATCHES[0])
+        total_of_floats(output).backward()
+        del output
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_backward_inside_of_autocast_is_seen_and_told_of() -> None:
+    step = fxmem.TrainingStep(optimizer="sgd", autocast=torch.bfloat16, loss_fn=total_of_floats)
+    floor = fxmem.estimate(Net(), BATCHES[0], step=step).floor_bytes
+
+    def trained(way: Step) -> tuple[int, int, list[str]]:
+        model = fxmem.optimize(Net(), budget=floor, step=step)
+        found, said = peaks(model, torch.optim.SGD(model.parameters(), lr=1e-3), way)
+        return found[-1], model.fxmem.report.predicted_peak_bytes, said
+
+    peak, told, said = trained(under_autocast)
+    assert peak <= told == floor
+    assert not said
+    peak, told, said = trained(backward_under_autocast)
+    assert floor < peak <= told
+    assert told - peak <= peak // 100
+    (text,) = said
+    assert "the backward runs inside of the autocast region" in text
+    assert f"is {told} bytes" in text

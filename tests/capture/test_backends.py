@@ -171,8 +171,7 @@ def test_planning_does_not_care_where_it_is_called() -> None:
             optimized = fxmem.optimize(model, x)
             assert peaks() == expected
     with torch.autocast("cpu", torch.bfloat16):
-        assert peaks() > of_region  # casts that the region around may hold on to are counted
-        assert peaks(torch.bfloat16) == peaks()
+        assert peaks() == peaks(torch.bfloat16) == of_region  # casts of steps on fakes do not stay in the region around
         fxmem.optimize(copy.deepcopy(model), x)
         eager(x).float().sum().backward()
         optimized(x).float().sum().backward()
