@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -114,7 +115,7 @@ class LoopPlans:
         watch = self._loss_watch
         if watch is not None:
             watch.stop()
-        with casts_stay_at_hand(self._region.goes_on(autocast)):
+        with casts_stay_at_hand(partial(self._region.goes_on, autocast)):
             compiled = self.for_call(inputs, autocast)
         output, leaves = self._latest.run(compiled, inputs, autocast, call, self._held_bytes)
         self._region.note(autocast)

@@ -27,16 +27,7 @@ CALL = "fxmem's call"
 class Call:
     """One training call, for as long as its graph is there: autograd owns it."""
 
-    __slots__ = (
-        "__weakref__",
-        "_latest",
-        "_note",
-        "held",
-        "is_released",
-        "keeps_output",
-        "num_backwards",
-        "within_autocast",
-    )
+    __slots__ = ("__weakref__", "_latest", "_note", "held", "is_released", "keeps_output", "num_backwards")
 
     def __init__(self, note: Callable[[Call], None]) -> None:
         """``note`` is told of each backward."""
@@ -46,8 +37,6 @@ class Call:
         """All its outputs were there as the latest backward began."""
         self.is_released = False
         """A backward that lets go of the graph has begun."""
-        self.within_autocast = False
-        """A backward ran inside of a region of autocast."""
         self.held: list[tuple[weakref.ref[Any], int]] = []
         """Storages of its outputs, and their bytes."""
         self._latest = -1
@@ -61,7 +50,6 @@ class Call:
         self.num_backwards += 1
         self.keeps_output = all(storage() is not None for storage, _ in self.held)
         self.is_released = not keeps_graph()
-        self.within_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         self._note(self)
 
 
@@ -106,7 +94,7 @@ class StepWatch:
         keeps_output = call.keeps_output or (self._knows_output and self.loop.keeps_output)
         self._knows_output = True
         backwards = max(self.loop.backwards, min(call.num_backwards, MOST_BACKWARDS))
-        within = self.loop.within_autocast or call.within_autocast
+        within = self.loop.within_autocast or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         self.loop = _with(self.loop, backwards=backwards, keeps_output=keeps_output, within_autocast=within)
 
     def note(self, leaves: Iterable[Any]) -> Call:

@@ -237,7 +237,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 class FakesTracker(ModeOnFakes, StorageTracker):
-    """A tracker of steps on fakes, where each op takes it less time."""
+    """A tracker of steps on fakes, where each op takes it less time: torch wraps the method of each class as it is made."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._ran(func, args, kwargs or {})

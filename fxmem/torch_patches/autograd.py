@@ -57,9 +57,10 @@ _casts = threading.local()
 
 
 @contextmanager
-def casts_stay_at_hand(stay: bool) -> Iterator[None]:
-    """Plan in the body without :func:`outermost_in_autocast`, if casts of the region around are to ``stay``."""
-    before, _casts.stay = getattr(_casts, "stay", False), stay
+def casts_stay_at_hand(stay: Callable[[], bool]) -> Iterator[None]:
+    """Plan in the body without :func:`outermost_in_autocast`, if casts of the region around are to ``stay``. It is asked
+    only where something is planned."""
+    before, _casts.stay = getattr(_casts, "stay", None), stay
     try:
         yield
     finally:
@@ -77,7 +78,8 @@ def outermost_in_autocast() -> Iterator[None]:
     """
     torch.autocast_increment_nesting()
     depth = torch.autocast_decrement_nesting()
-    if getattr(_casts, "stay", False):
+    stay = getattr(_casts, "stay", None)
+    if depth and stay is not None and stay():
         depth = 0
     for _ in range(depth):
         torch.autocast_decrement_nesting()

@@ -53,7 +53,7 @@ class _Calls(nn.Module):
         return self.function(x)
 
 
-# -- state of autograd ---------------------------------------------------------------------------------------------------
+# -- dynamo, graphs, batches ---------------------------------------------------------------------------------------------
 
 
 @canary(patched=("ran", "imported", "raises"), plain=("raises", "raises", "raises"))
