@@ -35,6 +35,16 @@ def test_gradients_wait_for_no_others_where_that_would_take_more_than_planned(
     assert NUM_PROGRAMS[0] == before + 4
 
 
+@pytest.mark.slow
+def test_the_gradient_of_an_output_that_is_used_inside_is_summed_in_place_as_it_is_written_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FXMEM_RUNTIME", "program")
+    before = NUM_PROGRAMS[0]
+    assert check_case(Case((("relu_", 13, 15),), seed=751, requires_grad=False, planner="mincut", share=0.0))
+    assert NUM_PROGRAMS[0] == before + 2
+
+
 def _trained(num_steps: int) -> tuple[Any, Tensor]:
     """Return a model after some steps that ask for programs, and a batch."""
     x = torch.randn(32, 8)

@@ -213,7 +213,7 @@ def _drawn(seen: Seen, num_outputs: int) -> list[torch.Tensor | None]:
     for place, (view, device) in sorted(seen.items()):
         end = view.offset + 1 + sum((n - 1) * k for n, k in zip(view.size, view.stride, strict=True))
         values = torch.randn(end, dtype=view.dtype, device=device)
-        drawn[place] = values.as_strided(view.size, view.stride, view.offset)
+        drawn[place] = values.as_strided(view.size, view.stride, view.offset).detach()  # no base that holds its memory
     return drawn
 
 
