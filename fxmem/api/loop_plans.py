@@ -20,20 +20,22 @@ import torch
 from fxmem.api.arguments import check_alone
 from fxmem.api.compile_cache import CompileCache
 from fxmem.api.loss_watch import FoundLoss, LossWatch
+from fxmem.api.planning_hints import in_mb, least_said, option_for, said_of
 from fxmem.api.size_families import is_of_own_size, report_planned_for
-from fxmem.api.step_watch import StepWatch
+from fxmem.api.step_watch import StepWatch, grown, have_gradients
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import Phase, Plan
 from fxmem.partial import PartsGraph
 from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, peak_of
-from fxmem.profiling.seen_loss import OtherSizeError, SeenLoss
+from fxmem.profiling.seen_loss import OtherSizeError
 from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast, LatestRegion
 from fxmem.runtime.programs.joint import some_of
 from fxmem.torch_patches import casts_stay_at_hand
+from fxmem.torch_private import version_of
 from fxmem.user_frames import level_of_user, modules_called
 
 MOST_LOSSES = 4
@@ -61,6 +63,10 @@ class LoopPlans:
         self._step = settings.step
         """What is planned for, but for gradients that are there."""
         self._looked_at: tuple[Compiled | None, tuple[torch.Tensor, ...]] = (None, ())
+        self._versions: int | None = None
+        """Of these parameters together, in the call before."""
+        self._look_over: bool | None = None
+        """Whether gradients that were there for the first time were of a step that was over."""
         self._roomy: tuple[Compiled | None, int] = (None, 0)
         """What was compiled for the latest call, and bytes that its forward leaves of the budget."""
         self._region = LatestRegion()
@@ -136,7 +142,9 @@ class LoopPlans:
     def _note(self, compiled: Compiled, inputs: Inputs, leaves: Sequence[Any]) -> None:
         """Note the outputs of a training call."""
         if self._is_bounded:
-            call = self._watch.note(leaves)
+            parameters = self._some_parameters()
+            self._versions = sum(map(version_of, parameters))
+            call = self._watch.note(leaves, parameters)
             if self._loss_watch is not None and self._is_inside_another():
                 self._loss_watch = None  # what comes after is the rest of that model, not a loss
             if self._loss_watch is not None and isinstance(compiled.captured, FOLLOWED):
@@ -167,15 +175,13 @@ class LoopPlans:
         loop, loss = self._watch.loop, self._loss
         if (loop, loss) != self._seen:
             self._seen = loop, loss
-            grown = replace(self._step, loop=_grown(self._step.loop, loop))
+            step = replace(self._step, loop=grown(self._step.loop, loop))
             if loss is not None:
-                seen = replace(grown.loop, keeps_output=loop.keeps_output)
-                grown = replace(grown, loss_fn=loss.loss_fn, targets=loss.targets, loop=seen)
-            if grown != self._step:
-                self._turn_to(grown, inputs, autocast)
-        step = self._step
-        if not step.accumulate and self._gradients_are_there():
-            step = replace(step, accumulate=True)
+                seen = replace(step.loop, keeps_output=loop.keeps_output)
+                step = replace(step, loss_fn=loss.loss_fn, targets=loss.targets, loop=seen)
+            if step != self._step:
+                self._turn_to(step, inputs, autocast)
+        step = self._with_gradients(self._step)
         compiled = self._compiled(step, inputs, autocast)
         may_be_carried = self._watch.is_new_step or not isinstance(compiled.captured, PartsGraph)
         if held_bytes and may_be_carried and not step.loop.carried and held_bytes > self._room(compiled):
@@ -217,7 +223,7 @@ class LoopPlans:
                 self.asked.make(inputs, autocast)  # raises if not even the step asked for keeps the budget
             cache.raise_budget(error.least_bytes)
             seen_bytes = seen_bytes or error.least_bytes
-            self._warn(_said_of(self._settings.step, step), seen_bytes, error.budget_bytes, _least_said(error), step)
+            self._warn(said_of(self._settings.step, step), seen_bytes, error.budget_bytes, least_said(error), step)
             return cache.make(inputs, autocast)
 
     def _followed(
@@ -244,11 +250,11 @@ class LoopPlans:
         seen_bytes = graph.peak_bytes(CompileContext(self._model, inputs, settings, autocast), way)
         if seen_bytes > budget_bytes:
             self._warned.add("way")
-            planned = f"from now on it is planned for, with a peak of {_mb(new.report.predicted_peak_bytes)}"
-            rest = planned if error is None else _least_said(error)
+            planned = f"from now on it is planned for, with a peak of {in_mb(new.report.predicted_peak_bytes)}"
+            rest = planned if error is None else least_said(error)
             warnings.warn(
                 f"{type(self._model).__name__}: parts of it were called {num_latest} times in a forward, planned for were "
-                f"{num_before}: values decide that; the step's peak is {seen_bytes} bytes ({_mb(seen_bytes)}), above the "
+                f"{num_before}: values decide that; the step's peak is {seen_bytes} bytes ({in_mb(seen_bytes)}), above the "
                 f"budget of {budget_bytes} bytes: {rest}. To plan for it from the first step on, pass an example that "
                 "calls them as often.",
                 stacklevel=level_of_user(),
@@ -258,8 +264,7 @@ class LoopPlans:
     def _turn_to(self, to: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> None:
         """Plan for step ``to`` from now on; warn if the one that showed it went over the budget."""
         before, self._step = self._step, to
-        if self._gradients_are_there():
-            before, to = replace(before, accumulate=True), replace(to, accumulate=True)
+        before, to = self._with_gradients(before), self._with_gradients(to)
         cache = self._caches.get(before, self.asked)
         earlier = cache.find(inputs, autocast)
         if earlier is None:
@@ -268,8 +273,8 @@ class LoopPlans:
         budget_bytes = self._settings.budget_bytes
         if budget_bytes is not None and peak_bytes > budget_bytes:
             new = self._compiled(to, inputs, autocast, peak_bytes)
-            rest = f"from now on it is planned for, with a peak of {_mb(new.report.predicted_peak_bytes)}"
-            self._warn(_said_of(before, to), peak_bytes, budget_bytes, rest, to)
+            rest = f"from now on it is planned for, with a peak of {in_mb(new.report.predicted_peak_bytes)}"
+            self._warn(said_of(before, to), peak_bytes, budget_bytes, rest, to)
 
     def _peak_of(self, compiled: Compiled, step: TrainingStep, inputs: Inputs, autocast: Autocast | None) -> int:
         """Return the peak in bytes of ``step`` under what is compiled for another one."""
@@ -318,18 +323,38 @@ class LoopPlans:
             return
         self._warned.update(what)
         warnings.warn(
-            f"{type(self._model).__name__}: {'; '.join(what)}; the step's peak is {peak_bytes} bytes ({_mb(peak_bytes)}), "
-            f"above the budget of {budget_bytes} bytes: {rest}. To plan for it from the first step on, pass "
-            f"fxmem.optimize(..., {_option_for(self._settings.step, step)}).",
+            f"{type(self._model).__name__}: {'; '.join(what)}; the step's peak is {peak_bytes} bytes "
+            f"({in_mb(peak_bytes)}), above the budget of {budget_bytes} bytes: {rest}. To plan for it from the first step "
+            f"on, pass fxmem.optimize(..., {option_for(self._settings.step, step)}).",
             stacklevel=level_of_user(),
         )
 
-    def _gradients_are_there(self) -> bool:
-        """True if some parameters have a gradient."""
+    def _with_gradients(self, step: TrainingStep) -> TrainingStep:
+        """Return ``step`` as it is where gradients are there as a call begins."""
+        if step.accumulate or not have_gradients(self._some_parameters()):
+            return step
+        watch, loop = self._watch, step.loop
+        is_known = watch.clears_gradients or loop.zero_grad_before_backward
+        clears = not watch.adds_gradients and (is_known or self._gradients_look_over())
+        return replace(step, accumulate=not clears, loop=replace(loop, zero_grad_before_backward=clears))
+
+    def _gradients_look_over(self) -> bool:
+        """True if the optimizer has stepped since the call before, and gradients are no zeros: then they are those of the
+        step before, and ``zero_grad()`` is still to come. Looked at once, as it waits for the device."""
+        if self._look_over is None:
+            parameters = self._some_parameters()
+            stepped = self._versions is not None and sum(map(version_of, parameters)) != self._versions
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            plain = all(type(g) is torch.Tensor and g.layout == torch.strided for g in gradients)
+            self._look_over = stepped and plain and any(bool(g.any()) for g in gradients)
+        return self._look_over
+
+    def _some_parameters(self) -> tuple[torch.Tensor, ...]:
+        """Return those that are asked whether they have a gradient."""
         latest = self._latest.latest
         if self._looked_at[0] is not latest and latest is not None:
             self._looked_at = latest, some_of([p for p in latest.captured.parameters if p.requires_grad])
-        return any(parameter.grad is not None for parameter in self._looked_at[1])
+        return self._looked_at[1]
 
     def _room(self, compiled: Compiled) -> int:
         if self._roomy[0] is not compiled:
@@ -339,57 +364,3 @@ class LoopPlans:
             most = report.predicted_peak_bytes if in_parts else max(steps, default=0)
             self._roomy = compiled, (compiled.report.budget_bytes or 0) - most
         return self._roomy[1]
-
-
-def _grown(planned: Loop, seen: Loop) -> Loop:
-    """Return ``planned`` with what was ``seen`` beyond it. That outputs are let go counts only beside other things: alone
-    it lowers a peak."""
-    grown = Loop(
-        forwards=max(planned.forwards, seen.forwards),
-        backwards=max(planned.backwards, seen.backwards),
-        lets_go=planned.lets_go and seen.lets_go,
-        carried=planned.carried or seen.carried,
-        within_autocast=planned.within_autocast or seen.within_autocast,
-        keeps_output=planned.keeps_output,
-    )
-    return replace(
-        grown, keeps_output=seen.keeps_output if grown != planned else grown.keeps_output or seen.keeps_output
-    )
-
-
-def _said_of(asked: TrainingStep, step: TrainingStep) -> list[str]:
-    """Say what ``step`` has that was not asked for."""
-    parts = []
-    if step.accumulate and not asked.accumulate:
-        parts.append("gradients are there as the forward begins (micro-batches, or zero_grad(set_to_none=False))")
-    if isinstance(step.loss_fn, SeenLoss) and not isinstance(asked.loss_fn, SeenLoss):
-        parts.append("the loss is computed outside of the model")
-    loop, known = step.loop, asked.loop
-    if loop.forwards != known.forwards:
-        parts.append(f"{loop.forwards} forwards are alive before a backward")
-    if (loop.backwards, loop.lets_go) != (known.backwards, known.lets_go):
-        parts.append("a backward retains its graph (retain_graph=True)")
-    if loop.carried and not known.carried:
-        parts.append("the output of the step before is still referred to while the next forward runs")
-    if loop.within_autocast and not known.within_autocast:
-        parts.append("the backward runs inside of the autocast region, which keeps its casts until it ends")
-    return parts or ["the step is another one than planned for"]
-
-
-def _option_for(asked: TrainingStep, step: TrainingStep) -> str:
-    parts = ["accumulate=True"] if step.accumulate and not asked.accumulate else []
-    parts += ["loss_fn=..., targets=..."] if isinstance(step.loss_fn, SeenLoss) else []
-    if step.loop != asked.loop:
-        default = Loop()
-        changed = {n: getattr(step.loop, n) for n in default.__slots__ if getattr(step.loop, n) != getattr(default, n)}
-        parts.append(f"loop=fxmem.Loop({', '.join(f'{name}={value}' for name, value in changed.items())})")
-    return ", ".join(parts) or "step=fxmem.TrainingStep(...)"
-
-
-def _least_said(error: InfeasibleBudgetError) -> str:
-    least = error.least_bytes
-    return f"the least that a plan reaches is {_mb(least)}. Raise the budget to {least} bytes to keep it"
-
-
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.3f} MB"

@@ -1,6 +1,7 @@
-"""What a user hears where a model is planned for again and again: what would spare that.
+"""What a user hears of planning: where a model is planned for again and again, and of steps that nobody asked to plan for.
 
-In: calls that were planned for. Out: a warning for each kind of repetition, once it comes to so many.
+In: calls that were planned for, steps. Out: a warning for each kind of repetition, once it comes to so many, with what
+would spare it; of a step, what of it was not asked for, and the option that asks for it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from typing import Any
 
 from fxmem.capture.graph import Inputs
 from fxmem.capture.guards import constants_of
+from fxmem.errors import InfeasibleBudgetError
+from fxmem.profiling.seen_loss import SeenLoss
+from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.user_frames import level_of_user
 
 MANY_SPECIALIZATIONS = MANY_STATES = MANY_CONSTANTS = MANY_SIZES = 8
@@ -58,3 +62,46 @@ class PlanningHints:
                 "fxmem.prepare(model, dataloader).",
                 stacklevel=level_of_user(),
             )
+
+
+def said_of(asked: TrainingStep, step: TrainingStep) -> list[str]:
+    """Say what ``step`` has that was not asked for."""
+    parts = []
+    if step.accumulate and not asked.accumulate:
+        parts.append("gradients are there as the forward begins (micro-batches, or zero_grad(set_to_none=False))")
+    if step.loop.zero_grad_before_backward and not asked.loop.zero_grad_before_backward:
+        parts.append("gradients are there as the forward begins (zero_grad() comes after it, before the backward)")
+    if isinstance(step.loss_fn, SeenLoss) and not isinstance(asked.loss_fn, SeenLoss):
+        parts.append("the loss is computed outside of the model")
+    loop, known = step.loop, asked.loop
+    if loop.forwards != known.forwards:
+        parts.append(f"{loop.forwards} forwards are alive before a backward")
+    if (loop.backwards, loop.lets_go) != (known.backwards, known.lets_go):
+        parts.append("a backward retains its graph (retain_graph=True)")
+    if loop.carried and not known.carried:
+        parts.append("the output of the step before is still referred to while the next forward runs")
+    if loop.within_autocast and not known.within_autocast:
+        parts.append("the backward runs inside of the autocast region, which keeps its casts until it ends")
+    return parts or ["the step is another one than planned for"]
+
+
+def option_for(asked: TrainingStep, step: TrainingStep) -> str:
+    """Return the arguments of :func:`fxmem.optimize` that ask for what ``step`` has beyond ``asked``."""
+    parts = ["accumulate=True"] if step.accumulate and not asked.accumulate else []
+    parts += ["loss_fn=..., targets=..."] if isinstance(step.loss_fn, SeenLoss) else []
+    if step.loop != asked.loop:
+        default = Loop()
+        changed = {n: getattr(step.loop, n) for n in default.__slots__ if getattr(step.loop, n) != getattr(default, n)}
+        parts.append(f"loop=fxmem.Loop({', '.join(f'{name}={value}' for name, value in changed.items())})")
+    return ", ".join(parts) or "step=fxmem.TrainingStep(...)"
+
+
+def least_said(error: InfeasibleBudgetError) -> str:
+    """Say which budget would be kept."""
+    least = error.least_bytes
+    return f"the least that a plan reaches is {in_mb(least)}. Raise the budget to {least} bytes to keep it"
+
+
+def in_mb(nbytes: int) -> str:
+    """Return ``nbytes`` as text."""
+    return f"{nbytes / 1e6:.3f} MB"

@@ -1,13 +1,15 @@
 """What a training step really is, seen while it runs: which graphs of the model are alive, and how backwards go.
 
-In: the outputs of training calls, and backwards that reach them. Out: a :class:`~fxmem.profiling.training_step.Loop`. It
-costs a few microseconds a call and nothing per op: one hook on the nodes of the output, and weak references.
+In: the outputs of training calls, and backwards that reach them. Out: a :class:`~fxmem.profiling.training_step.Loop`, and
+what becomes of gradients that are there as a call begins. It costs a few microseconds a call and nothing per op: one hook
+on the nodes of the output, and weak references.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,11 +29,22 @@ CALL = "fxmem's call"
 class Call:
     """One training call, for as long as its graph is there: autograd owns it."""
 
-    __slots__ = ("__weakref__", "_latest", "_note", "held", "is_released", "keeps_output", "num_backwards")
+    __slots__ = (
+        "__weakref__",
+        "_latest",
+        "_note",
+        "begins_with_gradients",
+        "held",
+        "is_released",
+        "keeps_output",
+        "num_backwards",
+        "parameters",
+    )
 
-    def __init__(self, note: Callable[[Call], None]) -> None:
-        """``note`` is told of each backward."""
-        self._note = note
+    def __init__(self, note: Callable[[Call], None], parameters: Sequence[torch.Tensor]) -> None:
+        """``note`` is told of each backward. ``parameters``: some that are asked whether they have a gradient."""
+        self._note, self.parameters = note, parameters
+        self.begins_with_gradients = have_gradients(parameters)
         self.num_backwards = 0
         self.keeps_output = True
         """All its outputs were there as the latest backward began."""
@@ -63,6 +76,11 @@ class StepWatch:
         self._knows_output = False
         self._num_forwards = 0
         """Of the present step."""
+        self._latest_backward = -1
+        self.adds_gradients = False
+        """A backward has found gradients there."""
+        self.clears_gradients = False
+        """One has not, though they were there as its forward ran."""
 
     @property
     def is_new_step(self) -> bool:
@@ -91,15 +109,20 @@ class StepWatch:
         return held_bytes
 
     def _note_backward(self, call: Call) -> None:
+        backward, are_there = current_backward(), have_gradients(call.parameters)
+        if backward != self._latest_backward and call.num_backwards == 1:
+            self.adds_gradients |= are_there
+            self.clears_gradients |= call.begins_with_gradients and not are_there
+        self._latest_backward = backward
         keeps_output = call.keeps_output or (self._knows_output and self.loop.keeps_output)
         self._knows_output = True
         backwards = max(self.loop.backwards, min(call.num_backwards, MOST_BACKWARDS))
         within = self.loop.within_autocast or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         self.loop = _with(self.loop, backwards=backwards, keeps_output=keeps_output, within_autocast=within)
 
-    def note(self, leaves: Iterable[Any]) -> Call:
-        """Note the outputs of a call."""
-        call, nodes = Call(self._note_backward), set()
+    def note(self, leaves: Iterable[Any], parameters: Sequence[torch.Tensor]) -> Call:
+        """Note the outputs of a call. ``parameters``: some of the model's."""
+        call, nodes = Call(self._note_backward, parameters), set()
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 node: Any = leaf.grad_fn
@@ -114,6 +137,27 @@ class StepWatch:
         if nodes:
             self._calls.append(weakref.ref(call))
         return call
+
+
+def grown(planned: Loop, seen: Loop) -> Loop:
+    """Return ``planned`` with what was ``seen`` beyond it. That outputs are let go counts only beside other things: alone
+    it lowers a peak."""
+    whole = replace(
+        planned,
+        forwards=max(planned.forwards, seen.forwards),
+        backwards=max(planned.backwards, seen.backwards),
+        lets_go=planned.lets_go and seen.lets_go,
+        carried=planned.carried or seen.carried,
+        within_autocast=planned.within_autocast or seen.within_autocast,
+    )
+    return replace(
+        whole, keeps_output=seen.keeps_output if whole != planned else planned.keeps_output or seen.keeps_output
+    )
+
+
+def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """True if one of the ``parameters`` has a gradient."""
+    return any(parameter.grad is not None for parameter in parameters)
 
 
 def _with(loop: Loop, **changes: Any) -> Loop:

@@ -56,12 +56,13 @@ def joint_steps(
     asked_for: tuple[str, str] = ("auto", "allocated"),
     inside: Inside = nothing_inside,
     judge: Judge | None = None,
+    clears_gradients: bool = False,
 ) -> JointSteps | None:
     """Return what runs the steps of ``graph_module``, emitted from ``captured``, as programs; None if they run on the tape.
 
     ``room_bytes``: what a planned step leaves of its budget. ``num_watched``: calls before one is written down.
     ``asked_for``: the runtime, and what a budget bounds. ``inside``: what kernels take.
-    ``judge``: says whether a program keeps the budget.
+    ``judge``: says whether a program keeps the budget. ``clears_gradients``: the loop clears them before the backward.
     """
     devices = tuple(dict.fromkeys(t.device for t in (*captured.parameters, *inputs.tensors)))
     if runtime_for(*asked_for, devices) == "tape":
@@ -82,6 +83,7 @@ def joint_steps(
         has_regions=captured.autocast_device is not None,
         inside=inside,
         judge=judge,
+        clears_gradients=clears_gradients,
     )
 
 

@@ -154,7 +154,18 @@ class CompileContext:
         ``num_watched``: calls before one is written down."""
         inside = DeviceMemory.of(p.device for p in captured.parameters).most_inside
         asked_for = self.settings.runtime, self.settings.budget_of
-        return joint_steps(captured, graph_module, self.inputs, room_bytes, num_watched, asked_for, inside, judge)
+        clears_gradients = self.step.loop.zero_grad_before_backward
+        return joint_steps(
+            captured,
+            graph_module,
+            self.inputs,
+            room_bytes,
+            num_watched,
+            asked_for,
+            inside,
+            judge,
+            clears_gradients,
+        )
 
     def scope_around(self, captured: CaptureGraph) -> CallScope:
         """Return what is on now, for the devices that a call of ``captured`` works on."""

@@ -178,11 +178,11 @@ def steady_state(
     again = None if seen is None or step.in_backward else seen.optimizer
     optimizer = optimizer_over(step.optimizer, fakes) if again is None else None
     with ScalarReads():
-        if (step.optimizer is not None and fakes) or step.accumulate:
+        if (step.optimizer is not None and fakes) or step.begins_with_gradients:
             if seen is None:
                 micro_batch()
             else:
-                cleared = again.holds if again is not None and not step.accumulate else ()
+                cleared = again.holds if again is not None and not step.begins_with_gradients else ()
                 _give_gradients([fake for _, fake in parameters], seen.gradients, cleared)
         if again is not None:
             return _Repeated(again, [fake for _, fake in parameters], tracker), scaler
@@ -199,7 +199,7 @@ def steady_state(
             optimizer.step()
         _check_steady(optimizer)
         for key, fake in fakes.items():  # its zero_grad leaves what it does not hold
-            fake.grad = left[key] if step.accumulate or id(fake) not in stepped else None
+            fake.grad = left[key] if step.begins_with_gradients or id(fake) not in stepped else None
     if step.in_backward:
         return _InBackward(optimizer, tracker, list(fakes.values())), scaler
     return WatchedOptimizer(optimizer, tracker), scaler

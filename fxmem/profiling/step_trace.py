@@ -26,7 +26,15 @@ from fxmem.profiling.op_effects import UPDATES, why_not_again, work_of, written_
 from fxmem.profiling.optimizer_step import RecordedStep, SteadyOptimizer, steady_state
 from fxmem.profiling.storage_tracker import FakesTracker, parts_of, tensors_of
 from fxmem.profiling.trace_records import Event, NodeTrace, StepTrace
-from fxmem.profiling.training_step import Gradients, TrainingStep, gradients_of, loss_of, run_step
+from fxmem.profiling.training_step import (
+    ONCE,
+    Gradients,
+    TrainingStep,
+    clear_before_backward,
+    gradients_of,
+    loss_of,
+    run_step,
+)
 from fxmem.runtime.layout import View
 from fxmem.runtime.scoped_ops import op_of
 from fxmem.torch_private import DisableTorchFunction, device_behind, is_view, leaves_of, tree_flatten, version_of
@@ -188,6 +196,9 @@ class _Tracer:
             targets = step.targets.blank((*parameters, *fakes))
             static = self._hold_statics([*fakes, *targets], optimizer, scaler)
             earlier = self._gradient_serials()
+            if step.loop.zero_grad_before_backward:  # they are not there for the whole step
+                static = replace(static, gradients_bytes=0)
+                self.gradients, earlier = earlier, set()
             cached_until: dict[int, int] = {}
             outputs: list[int] = []
 
@@ -197,10 +208,16 @@ class _Tracer:
                 outputs.extend(self.tracker.serial(t) for t in leaves if isinstance(t, torch.Tensor))
                 return self.captured.unflatten(leaves)
 
+            def on_phase(phase: Phase) -> None:
+                clear_before_backward(step, phase, optimizer, parameters)
+                self._phase(phase)
+
             with ExitStack() as stack:
                 stack.enter_context(self.tracker)
                 stack.enter_context(ScalarReads())
-                run_step(forward, step.loss_on(targets), optimizer, self.captured.autocast, self._phase, scaler)
+                loop = replace(ONCE, zero_grad_before_backward=step.loop.zero_grad_before_backward)
+                region = self.captured.autocast
+                run_step(forward, step.loss_on(targets), optimizer, region, on_phase, scaler, loop=loop)
         static = replace(static, library_bytes=self._hold_libraries())
         return StepTrace(
             self.nodes,

@@ -6,7 +6,8 @@ NOTE [The training step]
    ``optimizer.zero_grad(set_to_none=True)``. Gradients are absent at the start.
 2. With *gradient accumulation* it is the last micro-batch: those before it have left gradients on every parameter their
    backward reaches, this one's are added to them. ``zero_grad(set_to_none=False)`` makes every step such a step. The
-   batch is new each time: a batch that requires grad has no gradient at the start.
+   batch is new each time: a batch that requires grad has no gradient at the start. Where ``zero_grad()`` stands between
+   loss and backward, the gradients of the step before are there until then, and those of this step stay.
 3. With a *scaler*: ``scaler.scale(loss).backward()``; ``scaler.step(optimizer)``; ``scaler.update()``. The scaler finds
    no infinities, so the optimizer does step.
 4. Batch, output and loss are referred to until the step is over.
@@ -18,7 +19,8 @@ NOTE [The training step]
    them inside too: the region keeps the casts of weights until it ends.
 8. A :class:`Loop` says what else a step of a training loop may be: several forwards before the backward, several backwards
    through one graph, names that still refer to the step before. It changes no gradient, only the peak, and is looked at
-   where a step is verified, not where it is profiled: plans are made for one forward, and judged in their loop.
+   where a step is verified, not where it is profiled, but for when gradients are cleared: plans are made for one forward,
+   and judged in their loop.
 """
 
 from __future__ import annotations
@@ -83,6 +85,10 @@ class Loop:
     within_autocast: bool = False
     """Whether the backward runs inside of the region of autocast, which keeps casts of weights until it ends."""
 
+    zero_grad_before_backward: bool = False
+    """Whether ``optimizer.zero_grad()`` comes between forward and backward, so that the gradients of the step before are
+    there through the forward."""
+
     def __post_init__(self) -> None:
         for name in ("forwards", "backwards"):
             value = getattr(self, name)
@@ -134,6 +140,8 @@ class TrainingStep:
             optimizer_class(optimizer)
         if not isinstance(self.loop, Loop):
             raise InputError(f"loop must be a fxmem.Loop, not {self.loop!r}")
+        if self.accumulate and self.loop.zero_grad_before_backward:
+            raise InputError("gradients that accumulate are not cleared before the backward: pass one of the two")
         object.__setattr__(self, "targets", Targets.of(self.targets))
         self._check_in_backward()
         if self.targets.leaves and self.loss_fn is None:
@@ -163,6 +171,16 @@ class TrainingStep:
         defaults = [None, "adamw", False, None, None, Targets.of(()), ONCE, False]
         for name, value in zip(self.__slots__, [*state, *defaults[len(state) :]], strict=True):
             object.__setattr__(self, name, value)
+
+    @property
+    def begins_with_gradients(self) -> bool:
+        """True if gradients of earlier backwards are there as the forward begins."""
+        return self.accumulate or self.loop.zero_grad_before_backward
+
+    @property
+    def is_profiled(self) -> bool:
+        """True if a profile shows all of it, nothing but what NOTE [The training step], rule 8, leaves to the check."""
+        return replace(self.loop, zero_grad_before_backward=False) == ONCE
 
     def for_inputs(self, leaves: Sequence[Any]) -> TrainingStep:
         """Return the step with targets that are as large as a call with these leaves needs them."""
@@ -256,6 +274,8 @@ def run_step(
         if loop.within_autocast:
             whole.enter_context(region.pop_all())
         region.close()
+        if loop.zero_grad_before_backward and optimizer is not None:
+            optimizer.zero_grad(set_to_none=True)
         on_phase(Phase.BACKWARD)
         loss = names[1] if scaler is None else scaler.scale(names[1])
         for number in range(1, loop.backwards + 1):
@@ -269,7 +289,17 @@ def run_step(
         else:
             scaler.step(optimizer)  # type: ignore[arg-type]
             scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        if not loop.zero_grad_before_backward:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def clear_before_backward(
+    step: TrainingStep, phase: Phase, optimizer: Steps | None, parameters: Sequence[torch.Tensor]
+) -> None:
+    """Clear gradients as ``phase`` starts, where the loop does so and no optimizer stands for what does."""
+    if phase is Phase.BACKWARD and optimizer is None and step.loop.zero_grad_before_backward:
+        for parameter in parameters:
+            parameter.grad = None
 
 
 def loss_of(outputs: Sequence[Any], loss_fn: LossFn | None) -> torch.Tensor:

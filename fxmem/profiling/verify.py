@@ -27,7 +27,15 @@ from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
 from fxmem.profiling.peak_watch import PeakWatch, WatchedStep
 from fxmem.profiling.storage_tracker import FakesTracker, tensors_of
-from fxmem.profiling.training_step import BARE, Gradients, LossFn, TrainingStep, gradients_of, run_step
+from fxmem.profiling.training_step import (
+    BARE,
+    Gradients,
+    LossFn,
+    TrainingStep,
+    clear_before_backward,
+    gradients_of,
+    run_step,
+)
 from fxmem.profiling.written_views import WrittenViews
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import calls_run_by
@@ -251,6 +259,7 @@ def _fake_step(
 
     def on_phase(phase: Phase) -> None:
         nonlocal left
+        clear_before_backward(step, phase, optimizer, parameters)
         if phase is Phase.OPTIMIZER:
             left = gradients_of(parameters) if optimizer is None else optimizer.left(parameters)
         log.phase_starts(phase)

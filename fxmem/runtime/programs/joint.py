@@ -85,15 +85,17 @@ class JointSteps:
         has_regions: bool = False,
         inside: Inside = nothing_inside,
         judge: Judge | None = None,
+        clears_gradients: bool = False,
     ) -> None:
         """``written``: tensors that the graph writes. ``devices``: those it works on. ``autocast``: the region that its
         calls are in. ``room_bytes``: what a planned step leaves of its budget, None if there is no budget. ``refusal``: why
         it stays on the tape. ``num_watched``: calls before one is written down, which takes the time of some steps.
         ``has_regions``: of autocast, inside. ``inside``: what kernels take. ``judge``: says whether a program keeps the
-        budget (NOTE [A program's peak], rule 4)."""
+        budget (NOTE [A program's peak], rule 4). ``clears_gradients``: those that are there as a call begins are cleared
+        before its backward."""
         self.graph_module, self.refusal, self.devices = graph_module, refusal, tuple(devices)
         self.autocast, self._run, self._num_watched = autocast, run, num_watched
-        self.inside, self._judge = inside, judge
+        self.inside, self._judge, self._clears_gradients = inside, judge, clears_gradients
         self.is_cast = autocast is not None or has_regions
         self._regions = None if autocast is None else Regions(torch.device(autocast.device_type))
         self._in_region: tuple[tuple[int, int | None], Callable[[], bool]] | None = None
@@ -175,6 +177,8 @@ class JointSteps:
             return False
         if any(device.type == "cuda" for device in self.devices) and torch.cuda.is_current_stream_capturing():
             return False
+        if self._clears_gradients:  # later than a step is written down
+            held_bytes += sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
         return self._room_bytes is None or held_bytes <= self._room_bytes
 
     def _program(self, leaves: Sequence[Any]) -> Program | None:
@@ -199,7 +203,8 @@ class JointSteps:
         return f"as a program its peak would be {excess_bytes} bytes above {what}" if excess_bytes > 0 else ""
 
     def _gradients_are_there(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.looked_at)
+        """True if gradients are there as a backward begins."""
+        return not self._clears_gradients and any(parameter.grad is not None for parameter in self.looked_at)
 
     def _is_for_tape(self) -> bool:
         region = set() if self.autocast is None else {self.autocast.device_type}
