@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import fxmem
 from fxmem.api.module import OptimizedModule
+from fxmem.api.planning_hints import option_for, said_of
 from tests.exactness import same_bits
 
 ROWS, WIDTH, LAYERS = 64, 16, 6
@@ -74,6 +76,43 @@ def graph_left(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[s
     names["loss"].backward(retain_graph=True)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def cleared_late(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
+    output = model(BATCHES[0])
+    loss = output.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    del output, loss
+    optimizer.step()
+
+
+def cleared_late_after_a_skipped_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]
+) -> None:
+    """As a GradScaler does whose first scale is too large."""
+    output = model(BATCHES[0])
+    loss = output.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    del output, loss
+    if names.setdefault("skipped", []):
+        optimizer.step()
+    names["skipped"].append(True)
+
+
+def cleared_late_in_the_first_micro_batch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]
+) -> None:
+    cleared_late(model, torch.optim.SGD(model.parameters(), lr=0.0), names)
+    model(BATCHES[0]).sum().backward()
+    optimizer.step()
+
+
+def zeros_left(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[str, Any]) -> None:
+    model(BATCHES[0]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
 
 
 ASKED: dict[str, Any] = {"loss_fn": total, "cost": "cpu", "planner": "intervals"}
@@ -140,6 +179,64 @@ def test_gradients_of_micro_batches_are_found_at_the_second_one() -> None:
     assert max(found[1:]) <= model.fxmem.settings.budget_bytes  # the first has planning in it
     assert not said, "it was planned for in time"
     assert_trained_as_eager(model, micro_batches)
+
+
+def test_gradients_that_go_between_forward_and_backward_are_planned_for_until_then() -> None:
+    model, optimizer = made(0.3)
+    found, said = peaks(model, optimizer, cleared_late)
+    report = model.fxmem.report
+    assert found[1:] == [report.predicted_peak_bytes] * 3
+    assert max(found) <= model.fxmem.settings.budget_bytes
+    assert report.static.gradients_bytes == 0
+    assert not said
+    assert len(model.fxmem.plans._caches) == 2
+    assert_trained_as_eager(model, cleared_late)
+
+
+def test_gradients_that_go_before_the_backward_need_less_than_those_that_are_added_to() -> None:
+    model, optimizer = made(0.01)
+    budget = model.fxmem.settings.budget_bytes
+    found, said = peaks(model, optimizer, cleared_late)
+    assert max(found) <= budget < fxmem.estimate(Net(), BATCHES[0], accumulate=True, **ASKED).floor_bytes
+    assert not said
+    step = replace(model.fxmem.settings.step, loop=fxmem.Loop(zero_grad_before_backward=True))
+    (text,) = said_of(model.fxmem.settings.step, step)
+    assert "zero_grad() comes after it, before the backward" in text
+    assert option_for(model.fxmem.settings.step, step) == "loop=fxmem.Loop(zero_grad_before_backward=True)"
+
+
+def test_gradients_of_a_skipped_step_are_seen_to_go_before_the_backward() -> None:
+    model, optimizer = made(0.3)
+    found, said = peaks(model, optimizer, cleared_late_after_a_skipped_step)
+    assert model.fxmem.report.static.gradients_bytes == 0
+    assert found[-1] == model.fxmem.report.predicted_peak_bytes
+    assert max(found) <= model.fxmem.settings.budget_bytes
+    assert not said
+
+
+@pytest.mark.parametrize("step", [cleared_late_in_the_first_micro_batch, zeros_left])
+def test_gradients_that_are_added_to_are_planned_for_as_such(step: Step) -> None:
+    model, optimizer = made(0.3)
+    found, said = peaks(model, optimizer, step)
+    assert model.fxmem.report.static.gradients_bytes == sum(p.nbytes for p in model.parameters())
+    assert max(found[1:]) <= model.fxmem.settings.budget_bytes
+    assert not said
+    assert_trained_as_eager(model, step)
+
+
+def test_gradients_that_go_before_the_backward_may_be_asked_for() -> None:
+    """With and without an optimizer that is counted."""
+    loop = fxmem.Loop(zero_grad_before_backward=True)
+    model, optimizer = made(0.5, loop=loop)
+    found, said = peaks(model, optimizer, cleared_late, 2)
+    assert found[-1] == model.fxmem.report.predicted_peak_bytes
+    assert not said
+    uncounted = fxmem.TrainingStep(loss_fn=total, optimizer=None, loop=loop)
+    assert fxmem.estimate(Net(), BATCHES[0], step=uncounted).peak_bytes == (
+        fxmem.estimate(Net(), BATCHES[0], step=replace(uncounted, optimizer="sgd")).peak_bytes
+    )
+    with pytest.raises(fxmem.InputError, match="gradients that accumulate are not cleared before the backward"):
+        fxmem.TrainingStep(accumulate=True, loop=loop)
 
 
 @pytest.mark.parametrize("step", [siamese, same_loss_twice, graph_left])

@@ -125,6 +125,8 @@ class JointSteps:
         """Of the one for the latest call."""
         self._room_bytes = None if room_bytes is None else room_bytes - sum(t.nbytes for t in self.written.values())
         """For what is alive beside a step that is written down."""
+        self._lacks_room = False
+        """What was alive beside the latest call was more."""
         self._is_tried = all(device.type == "cpu" for device in self.devices)
         """Whether a program's bits are compared with the tape's: a kernel may ask whether autograd is on."""
         self._places: list[int] = []
@@ -139,7 +141,7 @@ class JointSteps:
             return f"tape: {self.refusal}"
         if self._why_not:
             return f"tape: {self._why_not}"
-        if self._recording is None and (self._room_bytes or 0) < 0:
+        if self._recording is None and ((self._room_bytes or 0) < 0 or self._lacks_room):
             return "tape: the budget has no room to write a program down"
         return "tape: no step has been written down yet" if self._recording is None else "program"
 
@@ -179,7 +181,8 @@ class JointSteps:
             return False
         if self._clears_gradients:  # later than a step is written down
             held_bytes += sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
-        return self._room_bytes is None or held_bytes <= self._room_bytes
+        self._lacks_room = self._room_bytes is not None and held_bytes > self._room_bytes
+        return not self._lacks_room
 
     def _program(self, leaves: Sequence[Any]) -> Program | None:
         """Return the program for a call, as things are; None if there is none."""
