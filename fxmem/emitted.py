@@ -122,7 +122,7 @@ def slack_of(budget_bytes: int) -> int:
 def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[FrontierPoint, ...]) -> Emitted | None:
     """Where what the budget bounds exceeds it though the planned peak did not, take a point that much lower."""
     budget_bytes = context.settings.budget_bytes
-    if budget_bytes is not None and not context.step.is_profiled:
+    if budget_bytes is not None and context.step.loop != context.step.loop.as_profiled():
         return _emit_in_loop(profiled, context, points, budget_bytes)
     limit_bytes = points[0].peak_bytes if budget_bytes is None else budget_bytes
     while (point := cheapest_within(points, limit_bytes)) is not None:
@@ -135,7 +135,7 @@ def _emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[Fr
 
 def _emit_least(profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint]) -> Emitted:
     """Emit the point of the least peak; in a loop, whose peaks fall otherwise, the least of some in the lower half."""
-    if context.step.is_profiled:
+    if context.step.loop == context.step.loop.as_profiled():
         return emit_point(profiled, context, least_of(points))
     lower = sorted(points, key=lambda point: point.peak_bytes)[: max(1, len(points) // 2)]
     tried = lower[:: max(1, len(lower) // MOST_TRIED)]

@@ -292,6 +292,8 @@ class TimelineStep(PlainData):
     label: str
     live_bytes: int
     recompute: bool = False
+    gradient_bytes: int = 0
+    """Simulated: of the live bytes, gradients of parameters and inputs that are there all the while."""
 
 
 @dataclass(frozen=True, slots=True)

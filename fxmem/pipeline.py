@@ -50,6 +50,7 @@ from fxmem.profiling.op_benchmark import device_measured, with_measured_times
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
 from fxmem.profiling.roofline import measured_launch_seconds, priced_by_bound
+from fxmem.profiling.training_step import TrainingStep
 from fxmem.profiling.verify import eager_step, verify
 from fxmem.progress import stage
 from fxmem.report.modules import module_rows
@@ -192,7 +193,7 @@ class Steps:
             points=planned.points if planned else (),
         )
         compiled = Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
-        return with_programs(compiled, context, room_bytes(report))
+        return with_programs(compiled, context, room_bytes(report, context.step))
 
 
 def with_programs(
@@ -215,15 +216,19 @@ def peak_of(compiled: Compiled, context: CompileContext) -> int:
     return bound_bytes(verification.verified_bytes, events.peaks() if on_cuda else None, context.settings)
 
 
-def room_bytes(report: Report) -> int | None:
-    """Return what a step leaves of its budget to what writes a program down: in forward and backward; on CUDA at all,
-    beyond the slack. None if there is no budget. ``report``: of the plan on the tape."""
+def room_bytes(report: Report, step: TrainingStep) -> int | None:
+    """Return what ``step`` leaves of its budget to what writes a program down: in forward and backward; on CUDA at all,
+    beyond the slack. None if there is no budget. ``report``: of the plan on the tape. Gradients that go before the backward
+    are still there where a step is written down, whose own go at once: neither counts here."""
     if report.budget_bytes is None:
         return None
+    clears, slack_bytes = step.loop.zero_grad_before_backward, 0
+    written = [each for each in report.timeline.steps if each.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    most_bytes = max((each.live_bytes - clears * each.gradient_bytes for each in written), default=0)
     if report.cuda is not None:
-        return report.budget_bytes - slack_of(report.budget_bytes) - report.cuda.allocated_bytes
-    steps = [step.live_bytes for step in report.timeline.steps if step.phase in (Phase.FORWARD, Phase.BACKWARD)]
-    return report.budget_bytes - max(steps, default=0)
+        most_bytes = report.cuda.allocated_bytes - clears * (report.timeline.peak_bytes - most_bytes)
+        slack_bytes = slack_of(report.budget_bytes)
+    return report.budget_bytes - slack_bytes - most_bytes
 
 
 # -- profiles and frontiers ------------------------------------------------------------------------------------------

@@ -203,6 +203,6 @@ class LazyReport:
 
 def taken_over(context: CompileContext, compiled: Compiled, origin: str) -> Compiled:
     """Return ``compiled`` as it serves the call and step of ``context``. ``origin``: what it was planned for."""
-    room = room_bytes(report_planned_for(compiled))
+    room = room_bytes(report_planned_for(compiled), context.step)
     taken = replace(compiled, _report=LazyReport(context, compiled, origin), planned=None, later=None)
     return with_programs(taken, context, room, NUM_WATCHED)

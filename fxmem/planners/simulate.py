@@ -62,7 +62,8 @@ def _timeline_step(profile: GraphProfile, plan: Plan, tick: int, recipe: int | N
     node = profile.ticks[tick].node if recipe is None else profile.recipes[recipe].nodes[-1]
     label = profile.nodes[node].name if node is not None else phase.value
     label = f"{label} (from host memory)" if recipe in plan.fetched else label
-    return TimelineStep(phase, label, live_bytes, recipe is not None)
+    gradient_bytes = profile.ticks[max(0, tick - 1) if recipe is not None else tick].gradient_bytes
+    return TimelineStep(phase, label, live_bytes, recipe is not None, gradient_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.op_effects import UPDATES, why_not_again, work_of, written_by
 from fxmem.profiling.optimizer_step import RecordedStep, SteadyOptimizer, steady_state
 from fxmem.profiling.storage_tracker import FakesTracker, parts_of, tensors_of
-from fxmem.profiling.trace_records import Event, NodeTrace, StepTrace
+from fxmem.profiling.trace_records import Event, NodeTrace, StepTrace, allocations
 from fxmem.profiling.training_step import (
-    ONCE,
     Gradients,
     TrainingStep,
     clear_before_backward,
@@ -68,22 +68,9 @@ def _note_cached(trace: StepTrace, dry: _Tracer, step: TrainingStep) -> None:
             window = len(trace.nodes) if event.phase is not Phase.FORWARD else window
         elif event.kind == "free":
             died_in[event.key] = window
-    for seen, again in zip(_allocations(trace.events), _allocations(dry.events), strict=True):
+    for seen, again in zip(allocations(trace.events), allocations(dry.events), strict=True):
         for serial, twin in zip(seen, again, strict=True):
             trace.cached_until[serial] = died_in.get(twin, len(trace.nodes))
-
-
-def _allocations(events: list[Event]) -> list[list[int]]:
-    """Return, for each node, the serials of what was allocated while it ran."""
-    result: list[list[int]] = []
-    inside = False
-    for event in events:
-        if event.kind == "begin":
-            result.append([])
-        inside = event.kind == "begin" or (inside and event.kind != "end")
-        if inside and event.kind == "alloc" and event.nbytes:
-            result[-1].append(event.key)
-    return result
 
 
 class _Saved:
@@ -171,17 +158,6 @@ class _Tracer:
         fakes = [self.world.fake_all(leaf) for leaf in self.inputs.leaves]
         parameters = [self.world.fake(p) for p in self.captured.parameters]
 
-        def micro_batch() -> None:
-            leaves = FakeWorld(fakes).fake_all(fakes)
-            scout = _Tracer(self.captured, self.inputs, self.world)
-
-            def forward() -> Any:
-                with self.captured.scope():
-                    return self.captured.unflatten(scout._forward(leaves))
-
-            loss_fn = step.loss_on(step.targets.blank((*parameters, *fakes)))
-            run_step(forward, loss_fn, autocast=self.captured.autocast, keep_casts=False)
-
         with (
             gradients_untouched(self.captured.parameters),
             self.world.active(self.graph_module),
@@ -191,16 +167,16 @@ class _Tracer:
             leaves = [leaf for leaf in fakes if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
             buffers = [self.world.fake(b) for b in self.graph_module.buffers() if b.requires_grad and b.is_leaf]
             self.leaves_with_grad = parameters + buffers + leaves
+            micro_batch = partial(self._micro_batch, step, fakes, parameters)
             optimizer, scaler = steady_state(step, pairs, micro_batch, self.tracker, seen)
             self.optimizer = optimizer
             targets = step.targets.blank((*parameters, *fakes))
             static = self._hold_statics([*fakes, *targets], optimizer, scaler)
             earlier = self._gradient_serials()
             if step.loop.zero_grad_before_backward:  # they are not there for the whole step
-                static = replace(static, gradients_bytes=0)
-                self.gradients, earlier = earlier, set()
+                static, self.gradients, earlier = replace(static, gradients_bytes=0), earlier, set()
             cached_until: dict[int, int] = {}
-            outputs: list[int] = []
+            outputs, loss_fn = list[int](), step.loss_on(targets)
 
             def forward() -> Any:
                 with self.captured.scope():
@@ -215,9 +191,8 @@ class _Tracer:
             with ExitStack() as stack:
                 stack.enter_context(self.tracker)
                 stack.enter_context(ScalarReads())
-                loop = replace(ONCE, zero_grad_before_backward=step.loop.zero_grad_before_backward)
-                region = self.captured.autocast
-                run_step(forward, step.loss_on(targets), optimizer, region, on_phase, scaler, loop=loop)
+                region, loop = self.captured.autocast, step.loop.as_profiled()
+                run_step(forward, loss_fn, optimizer, region, on_phase, scaler, loop=loop)
         static = replace(static, library_bytes=self._hold_libraries())
         return StepTrace(
             self.nodes,
@@ -233,6 +208,18 @@ class _Tracer:
             self.backward_work[0],
             self.backward_work[1],
         )
+
+    def _micro_batch(self, step: TrainingStep, fakes: list[Any], parameters: list[torch.Tensor]) -> None:
+        """Run forward, loss and backward on inputs like ``fakes``."""
+        leaves = FakeWorld(fakes).fake_all(fakes)
+        scout = _Tracer(self.captured, self.inputs, self.world)
+
+        def forward() -> Any:
+            with self.captured.scope():
+                return self.captured.unflatten(scout._forward(leaves))
+
+        loss_fn = step.loss_on(step.targets.blank((*parameters, *fakes)))
+        run_step(forward, loss_fn, autocast=self.captured.autocast, keep_casts=False)
 
     def _hold_libraries(self) -> int:
         """Count the workspaces that libraries keep as there from the start, as an earlier step has left them."""

@@ -73,3 +73,16 @@ class StepTrace:
     are not all on parameters."""
     backward_flops: int
     backward_moved_bytes: int
+
+
+def allocations(events: list[Event]) -> list[list[int]]:
+    """Return, for each node, the serials of what was allocated while it ran."""
+    result: list[list[int]] = []
+    inside = False
+    for event in events:
+        if event.kind == "begin":
+            result.append([])
+        inside = event.kind == "begin" or (inside and event.kind != "end")
+        if inside and event.kind == "alloc" and event.nbytes:
+            result[-1].append(event.key)
+    return result

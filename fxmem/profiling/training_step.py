@@ -95,6 +95,10 @@ class Loop:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name} of a loop must be a number above 0, not {value!r}")
 
+    def as_profiled(self) -> Loop:
+        """Return what a profile shows of it (NOTE [The training step], rule 8)."""
+        return Loop(zero_grad_before_backward=self.zero_grad_before_backward)
+
 
 ONCE = Loop()
 
@@ -176,11 +180,6 @@ class TrainingStep:
     def begins_with_gradients(self) -> bool:
         """True if gradients of earlier backwards are there as the forward begins."""
         return self.accumulate or self.loop.zero_grad_before_backward
-
-    @property
-    def is_profiled(self) -> bool:
-        """True if a profile shows all of it, nothing but what NOTE [The training step], rule 8, leaves to the check."""
-        return replace(self.loop, zero_grad_before_backward=False) == ONCE
 
     def for_inputs(self, leaves: Sequence[Any]) -> TrainingStep:
         """Return the step with targets that are as large as a call with these leaves needs them."""

@@ -11,13 +11,16 @@ NOTE [Copies in host memory]
 2. The way back is the same: the copy runs on a second stream into memory that the present stream allocated, and whoever
    reads it, or lets go of it unread, waits first (:class:`Arriving`).
 3. Elsewhere, and on fakes, copies are plain ones, done when asked for.
-4. What is allocated here counts as memory of the host, not of the device, also where both are the same
+4. Storages may also be set aside for a while (:func:`set_aside`): they are emptied, and refilled on the same stream.
+5. What is allocated here counts as memory of the host, not of the device, also where both are the same
    (:func:`allocates_host_memory`).
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -59,6 +62,11 @@ class HostCopy:
         _wait_for(self._sent, self._device)
         self._original = None
 
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Copy the bytes into the storage of ``tensor``, which is as large as the one they are of."""
+        _wait_for(self._sent, self._device)
+        elements(tensor.data, tensor.dtype).copy_(self._host, non_blocking=True)
+
     def fetch(self) -> Arriving:
         """Return a copy on fresh memory of the device, which may still be on its way."""
         tensor = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
@@ -83,6 +91,22 @@ class Arriving:
 
     def __del__(self) -> None:
         self.wait()
+
+
+@contextmanager
+def set_aside(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """In the body, the storages of ``tensors``, each of which has one of its own on CUDA, are empty."""
+    copies = list(map(HostCopy, tensors))
+    sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+    for tensor, copy in zip(tensors, copies, strict=True):
+        copy.left()
+        tensor.untyped_storage().resize_(0)
+    try:
+        yield
+    finally:
+        for tensor, copy, nbytes in zip(tensors, copies, sizes, strict=True):
+            tensor.untyped_storage().resize_(nbytes)
+            copy.fill(tensor)
 
 
 def _stream(tensor: torch.Tensor, way: str) -> torch.cuda.Stream | None:

@@ -42,6 +42,7 @@ from torch import fx, nn
 
 from fxmem.progress import log
 from fxmem.runtime.autocast import Autocast, Regions
+from fxmem.runtime.host_memory import set_aside
 from fxmem.runtime.layout import View
 from fxmem.runtime.programs.instructions import Recording
 from fxmem.runtime.programs.program import Program, program_of
@@ -93,7 +94,7 @@ class JointSteps:
         ``has_regions``: of autocast, inside. ``inside``: what kernels take. ``judge``: says whether a program keeps the
         budget (NOTE [A program's peak], rule 4). ``clears_gradients``: those that are there as a call begins are cleared
         before its backward."""
-        self.graph_module, self.refusal, self.devices = graph_module, refusal, tuple(devices)
+        self.graph_module, self.devices = graph_module, tuple(devices)
         self.autocast, self._run, self._num_watched = autocast, run, num_watched
         self.inside, self._judge, self._clears_gradients = inside, judge, clears_gradients
         self.is_cast = autocast is not None or has_regions
@@ -106,12 +107,7 @@ class JointSteps:
         self.constants = tuple(t for t in constants if not t.requires_grad)
         ids = {id(tensor) for tensor in written}
         self.written = {name: b for name, b in graph_module.named_buffers() if id(b) in ids}
-        if len({id(b) for b in self.written.values()}) < len(ids):
-            self.refusal = self.refusal or "it writes to what is no buffer"
-        if sum(device.type != "cpu" for device in self.devices) > 1:
-            self.refusal = self.refusal or "it works on several devices, whose backwards run in threads of their own"
-        if any(b.requires_grad for b in graph_module.buffers()):
-            self.refusal = self.refusal or "a buffer requires grad"
+        self.refusal = refusal or self._refusal(len(ids))
         self.looked_at = some_of(self.parameters)
         self.program: Program | None = None
         """The one used last."""
@@ -133,6 +129,13 @@ class JointSteps:
         """By output, its place among those that are another tensor each."""
         self.seen: dict[int, Seen] = {}
         """By backward and output, how its gradient lay."""
+
+    def _refusal(self, num_written: int) -> str:
+        if len({id(b) for b in self.written.values()}) < num_written:
+            return "it writes to what is no buffer"
+        if sum(device.type != "cpu" for device in self.devices) > 1:
+            return "it works on several devices, whose backwards run in threads of their own"
+        return "a buffer requires grad" if any(b.requires_grad for b in self.graph_module.buffers()) else ""
 
     @property
     def runtime(self) -> str:
@@ -162,7 +165,8 @@ class JointSteps:
         if self._recording is None:
             if not self._may_be_written_down(held_bytes):
                 return self._watched(leaves, arguments)
-            self._recording = self._recorded(leaves, arguments)
+            with set_aside(self._old_gradients()[0]):
+                self._recording = self._recorded(leaves, arguments)
         program = self._program(leaves)
         self._tell()
         if program is None or not all(map(_lies_as, arguments, program.layouts)):
@@ -179,10 +183,20 @@ class JointSteps:
             return False
         if any(device.type == "cuda" for device in self.devices) and torch.cuda.is_current_stream_capturing():
             return False
-        if self._clears_gradients:  # later than a step is written down
-            held_bytes += sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
+        held_bytes += sum(gradient.nbytes for gradient in self._old_gradients()[1])
         self._lacks_room = self._room_bytes is not None and held_bytes > self._room_bytes
         return not self._lacks_room
+
+    def _old_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return gradients that go before the backward of the call, and so have no place in a step that is written down:
+        those that can be set aside meanwhile, and the others."""
+        if not self._clears_gradients:
+            return [], []
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        are_plain = all(type(g) is torch.Tensor and g.is_cuda and g.layout == torch.strided for g in gradients)
+        if are_plain and len(set(map(storage_key, gradients))) == len(gradients):
+            return gradients, []
+        return [], gradients
 
     def _program(self, leaves: Sequence[Any]) -> Program | None:
         """Return the program for a call, as things are; None if there is none."""
