@@ -27,9 +27,9 @@ from fxmem.pipeline import compile_model, floor_bytes, least_bytes_within, profi
 from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.allocator_state import AllocatorPeaks
-from fxmem.profiling.caching_allocator import StepEvents
 from fxmem.profiling.optimizer_on_meta import usual_step
 from fxmem.profiling.optimizer_step import RecordedStep
+from fxmem.profiling.step_events import StepEvents
 from fxmem.profiling.verify import EagerCall, FakeStep, eager_step
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.report.text import Report

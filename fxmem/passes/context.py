@@ -135,7 +135,11 @@ class CompileContext:
         given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         parameters = (*self.model.parameters(), *self.model.buffers(), *self.inputs.tensors)
         present = (*(original_of(t) for t in parameters), *tensors_of([given, scaler]))
-        return allocator_state((t.detach() for t in present), has_state=given is not None and bool(given.state))
+        return allocator_state(
+            (t.detach() for t in present),
+            has_state=given is not None and bool(given.state),
+            gradients=[original_of(p.grad) for p in self.model.parameters() if p.grad is not None],
+        )
 
     def with_settings(self, **changes: Any) -> CompileContext:
         """Return the context under other settings; profiles are shared."""

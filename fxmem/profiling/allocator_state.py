@@ -42,6 +42,8 @@ class AllocatorState:
     """Whether the optimizer's state is among these."""
     other_blocks: tuple[int, ...] = ()
     """Bytes of the blocks that are taken by others, libraries among them."""
+    gradients: tuple[int, ...] = ()
+    """Places among all blocks of those that hold gradients, which do not count as own."""
 
     def lacking(self, libraries: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Return those of ``libraries``, (place, bytes) of their workspaces, that none of the other blocks can be: they are
@@ -64,11 +66,14 @@ class Segment:
     blocks: tuple[tuple[int, bool], ...]
 
 
-def allocator_state(present: Iterable[torch.Tensor], *, has_state: bool) -> AllocatorState | None:
+def allocator_state(
+    present: Iterable[torch.Tensor], *, has_state: bool, gradients: Iterable[torch.Tensor] = ()
+) -> AllocatorState | None:
     """Return what the allocator holds now; None where no step will run on a CUDA device that is here, and where segments
     are expandable, which are split wherever something is left.
 
-    ``present``: parameters, buffers, batch, what there is of the state of optimizer and scaler.
+    ``present``: parameters, buffers, batch, what there is of the state of optimizer and scaler. ``gradients``: those that
+    are there.
     """
     tensors = [t for t in present if t.device.type == "cuda"]
     if not tensors or any(type(t) is not torch.Tensor for t in tensors):
@@ -90,8 +95,15 @@ def allocator_state(present: Iterable[torch.Tensor], *, has_state: bool) -> Allo
             blocks.append((block["size"], block["state"] == "inactive"))
             at += block["size"]
         segments.append(Segment(segment["segment_type"] == "small", tuple(blocks)))
-    pointers = {t.untyped_storage().data_ptr() for t in tensors if t.untyped_storage().nbytes()}
-    own = {bisect_right(starts, pointer) - 1 for pointer in pointers}
+
+    def blocks_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+        pointers = [t.untyped_storage().data_ptr() for t in tensors if t.untyped_storage().nbytes()]
+        places = [bisect_right(starts, pointer) - 1 for pointer in pointers]
+        return [place for place in dict.fromkeys(places) if place >= 0]
+
+    held = blocks_of(gradient for gradient in gradients if gradient.device == device)
+    own = set(blocks_of(tensors)).difference(held)
     taken = {place for place, (_, free) in enumerate(block for s in segments for block in s.blocks) if not free}
-    own_bytes = sum(sizes[place] for place in own if place >= 0)
-    return AllocatorState(tuple(segments), own_bytes, has_state, tuple(sizes[place] for place in sorted(taken - own)))
+    own_bytes = sum(sizes[place] for place in own)
+    others = tuple(sizes[place] for place in sorted(taken.difference(own, held)))
+    return AllocatorState(tuple(segments), own_bytes, has_state, others, tuple(held))

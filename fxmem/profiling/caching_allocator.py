@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from fxmem.devices import MIN_BLOCK_BYTES, rounded
-from fxmem.ir import Phase
 from fxmem.profiling.allocator_state import MOST_UNSPLIT_BYTES, AllocatorPeaks, AllocatorState
 
 SMALL_REQUEST_BYTES = 1 << 20
@@ -85,9 +84,10 @@ class CachingAllocator:
         """By pool, if segments are expandable: the block at the end of its one segment."""
 
     @staticmethod
-    def holding(state: AllocatorState) -> CachingAllocator:
-        """Return an allocator in ``state``; the blocks that are not free stay so."""
-        allocator = CachingAllocator()
+    def holding(state: AllocatorState, keys: Mapping[int, int]) -> CachingAllocator:
+        """Return an allocator in ``state``. ``keys``: by place among all blocks, of those that may be freed; the others
+        that are not free stay so."""
+        allocator, place = CachingAllocator(), 0
         for segment in state.segments:
             blocks: dict[int, _Block] = {}
             offset = 0
@@ -97,6 +97,9 @@ class CachingAllocator:
                 allocator.allocated_bytes += 0 if free else nbytes
                 if free:
                     allocator._pools[segment.small].add(block)
+                elif place in keys:
+                    allocator._owned[keys[place]] = block
+                place += 1
             allocator._segments.append(blocks)
             allocator._small.append(segment.small)
             allocator.reserved_bytes += offset
@@ -144,6 +147,11 @@ class CachingAllocator:
             self._moved_end(block, before)
             block = before
         self._pools[small].add(block)
+
+    @property
+    def owned_bytes(self) -> int:
+        """Of the blocks that have keys."""
+        return sum(block.nbytes for block in self._owned.values())
 
     @property
     def free_blocks(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -205,11 +213,14 @@ class CachingAllocator:
 
 def allocator_peaks(stream: Iterable[Allocation], *, expandable: bool | None = None) -> AllocatorPeaks:
     """Return the peaks of ``stream``. ``expandable``: whether segments are; None: as the environment has it."""
-    return _peaks_of(stream, CachingAllocator(expandable=expandable_segments() if expandable is None else expandable))
+    return peaks_of(stream, CachingAllocator(expandable=expandable_segments() if expandable is None else expandable))
 
 
-def _peaks_of(stream: Iterable[Allocation], allocator: CachingAllocator) -> AllocatorPeaks:
-    """Stops after a step that left the allocator as the one before had: so does each that follows."""
+def peaks_of(stream: Iterable[Allocation], allocator: CachingAllocator) -> AllocatorPeaks:
+    """Return the peaks of ``stream``, from what ``allocator`` holds on.
+
+    It stops after a step that left the allocator as the one before had: so does each that follows.
+    """
     allocated, reserved = allocator.allocated_bytes, allocator.reserved_bytes
     left: object = None
     for kind, key, nbytes in stream:
@@ -226,165 +237,6 @@ def _peaks_of(stream: Iterable[Allocation], allocator: CachingAllocator) -> Allo
         allocated = max(allocated, allocator.allocated_bytes)
         reserved = max(reserved, allocator.reserved_bytes)
     return AllocatorPeaks(allocated, reserved)
-
-
-# -- steps one after the other -------------------------------------------------------------------------------------------
-
-MOST_STEPS = 32
-"""As many steps are simulated where each leaves other free blocks than the one before; most settle within four: the first
-has no optimizer state, the second has it where the first was short of nothing, the third finds what the second left."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepEvents:
-    """What one training step allocates, by when it first does."""
-
-    present: tuple[Allocation, ...] = ()
-    """Parameters, buffers, batch, gradients of earlier micro-batches."""
-    state: tuple[Allocation, ...] = ()
-    """Of the optimizer: there when the step starts, but made at the end of the first step."""
-    step: tuple[Allocation, ...] = ()
-    optimizer_at: int = 0
-    """Place in ``step`` where the optimizer's part begins."""
-    libraries: tuple[tuple[int, int], ...] = ()
-    """(place in ``step``, bytes) of the workspaces that libraries take where they are used first, and keep."""
-    workspaces: tuple[tuple[int, int], ...] = ()
-    """(place in ``step``, bytes) of the most that cuDNN may take there, and give back at once."""
-    scaler: tuple[Allocation, ...] = ()
-    """State of a scaler: there when the step starts, but made where the first loss is scaled, at ``scaled_at``."""
-    scaled_at: int = 0
-
-    @property
-    def library_bytes(self) -> int:
-        return sum(nbytes for _, nbytes in self.libraries)
-
-    def history(self, num_steps: int = MOST_STEPS, emptied: bool = False) -> Iterator[Allocation]:
-        """Yield what a process allocates that puts model and batch on the device and trains some steps. ``emptied``: the
-        cache is emptied after each."""
-        yield from self.present
-        yield from self._steps(num_steps, emptied)
-
-    def _steps(self, num_steps: int, emptied: bool) -> Iterator[Allocation]:
-        freed = {key for kind, key, _ in self.step if kind == "free"}
-        gradients = [event for event in self.present if event[0] == "alloc" and event[1] in freed]
-        own = {key for kind, key, _ in (*gradients, *self.step) if kind == "alloc"}
-        span = 1 + self._last_key()
-        for number in range(num_steps):
-            shift = number * span
-            if number:  # earlier micro-batches of each step leave gradients
-                yield from ((kind, key + shift, nbytes) for kind, key, nbytes in gradients)
-            for place, (kind, key, nbytes) in enumerate(self.step):
-                yield from self._new_at(place) if number == 0 else ()
-                yield kind, key + shift if key in own else key, nbytes
-            yield from self._new_at(len(self.step)) if number == 0 else ()
-            yield from (("free", key + shift, 0) for key in sorted(own))
-            yield from [("empty", 0, 0)] * emptied
-            yield "end", 0, 0
-
-    def _new_at(self, place: int) -> Iterator[Allocation]:
-        for index, (at, nbytes) in enumerate(self.libraries):
-            if at == place:
-                yield "alloc", ~index, nbytes
-        if place == self.scaled_at:
-            yield from self.scaler
-        if place == self.optimizer_at:
-            yield from self.state
-
-    def _last_key(self) -> int:
-        return max((key for _, key, _ in (*self.present, *self.state, *self.scaler, *self.step)), default=0)
-
-    def peaks(
-        self, now: AllocatorState | None = None, *, expandable: bool | None = None, emptied: bool = False
-    ) -> AllocatorPeaks:
-        """Return what the caching allocator makes of it, in a new process and, where ``now`` is given, in this one: the
-        larger. What others hold in this process is left out. The rest: as of :func:`allocator_peaks`, :meth:`history`."""
-        peaks = allocator_peaks(self.history(emptied=emptied), expandable=expandable)
-        most = peaks
-        if self.workspaces:
-            most = allocator_peaks(self._with_workspaces().history(emptied=emptied), expandable=expandable)
-        allocated = max(peaks.allocated_bytes, 0 if now is None else self._allocated_from(now))
-        return AllocatorPeaks(
-            allocated,
-            peaks.reserved_bytes,
-            self.library_bytes,
-            max(allocated, most.allocated_bytes),
-            max(peaks.reserved_bytes, most.reserved_bytes),
-        )
-
-    def _allocated_from(self, now: AllocatorState) -> int:
-        """Return the most that is allocated by steps which start from ``now``."""
-        freed = {key for kind, key, _ in self.step if kind == "free"}
-        gradients = tuple(event for event in self.present if event[1] in freed)
-        lacking = now.lacking(self.libraries)
-        steps = replace(self, present=gradients, state=() if now.has_state else self.state, libraries=lacking)
-        allocator = CachingAllocator.holding(now)
-        others = allocator.allocated_bytes - now.own_bytes - self.library_bytes + steps.library_bytes
-        return _peaks_of(steps.history(), allocator).allocated_bytes - others
-
-    def _with_workspaces(self) -> StepEvents:
-        """Return the step in which each workspace is allocated and freed."""
-        key = 1 + self._last_key()
-        step: list[Allocation] = []
-        start = 0
-        for number, (place, nbytes) in enumerate(self.workspaces):
-            step += self.step[start:place]
-            step += (("alloc", key + number, nbytes), ("free", key + number, 0))
-            start = place
-        earlier = [place for place, _ in self.workspaces]
-
-        def moved(place: int) -> int:
-            return place + 2 * sum(each < place for each in earlier)
-
-        libraries = tuple((moved(place), nbytes) for place, nbytes in self.libraries)
-        places = {"optimizer_at": moved(self.optimizer_at), "scaled_at": moved(self.scaled_at)}
-        return replace(self, step=(*step, *self.step[start:]), libraries=libraries, workspaces=(), **places)  # type: ignore[arg-type]
-
-
-class StepLog:
-    """Writes down the allocations of a step as :class:`StepEvents`."""
-
-    def __init__(self) -> None:
-        self._all: list[Allocation] = []
-        self._state_at = self._scaler_at = self._step_at = self._scaled_at = self._optimizer_at = 0
-        self._libraries: list[int] = []
-        self._workspaces: list[tuple[int, int]] = []
-
-    def note(self, kind: str, key: int, nbytes: int) -> None:
-        self._all.append((kind, key, nbytes))
-
-    def state_starts(self) -> None:
-        self._state_at = len(self._all)
-
-    def scaler_starts(self) -> None:
-        self._scaler_at = len(self._all)
-
-    def step_starts(self) -> None:
-        self._step_at = self._scaled_at = self._optimizer_at = len(self._all)
-
-    def phase_starts(self, phase: Phase) -> None:
-        if phase is Phase.BACKWARD:
-            self._scaled_at = len(self._all)
-        elif phase is Phase.OPTIMIZER:
-            self._optimizer_at = len(self._all)
-
-    def note_library(self) -> None:
-        self._libraries.append(len(self._all) - self._step_at)
-
-    def note_workspace(self, nbytes: int) -> None:
-        self._workspaces.append((len(self._all) - self._step_at, nbytes))
-
-    def events(self, libraries_bytes: Sequence[int]) -> StepEvents:
-        """Return what was noted; ``libraries_bytes``: of each library's workspace."""
-        return StepEvents(
-            tuple(self._all[: self._state_at]),
-            tuple(self._all[self._state_at : self._scaler_at]),
-            tuple(self._all[self._step_at :]),
-            self._optimizer_at - self._step_at,
-            tuple(zip(self._libraries, libraries_bytes, strict=False)),
-            tuple(self._workspaces),
-            tuple(self._all[self._scaler_at : self._step_at]),
-            self._scaled_at - self._step_at,
-        )
 
 
 def expandable_segments() -> bool:

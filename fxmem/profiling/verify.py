@@ -22,10 +22,10 @@ from fxmem.errors import InputError, VerificationError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.ir import Phase, Timeline, Verification
-from fxmem.profiling.caching_allocator import StepEvents, StepLog
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
 from fxmem.profiling.peak_watch import PeakWatch, WatchedStep
+from fxmem.profiling.step_events import StepEvents, StepLog
 from fxmem.profiling.storage_tracker import FakesTracker, tensors_of
 from fxmem.profiling.training_step import (
     BARE,
@@ -262,6 +262,8 @@ def _fake_step(
         clear_before_backward(step, phase, optimizer, parameters)
         if phase is Phase.OPTIMIZER:
             left = gradients_of(parameters) if optimizer is None else optimizer.left(parameters)
+            if step.loop.zero_grad_before_backward:
+                log.note_left(tracker.serial(p.grad) for p in parameters if p.grad is not None)
         log.phase_starts(phase)
         if watch is not None:
             watch.note_phase(phase, (t.grad for t in (*parameters, *fakes) if t.grad is not None))

@@ -9,14 +9,9 @@ import pytest
 
 from fxmem.devices import rounded
 from fxmem.profiling.allocator_state import AllocatorState, Segment
-from fxmem.profiling.caching_allocator import (
-    Allocation,
-    CachingAllocator,
-    StepEvents,
-    allocator_peaks,
-    segment_bytes,
-)
+from fxmem.profiling.caching_allocator import Allocation, CachingAllocator, allocator_peaks, segment_bytes
 from fxmem.profiling.device_memory import cublas_workspace_bytes
+from fxmem.profiling.step_events import StepEvents
 
 MIB = 1 << 20
 
@@ -204,7 +199,7 @@ def test_an_allocator_goes_on_from_a_state_as_from_its_own_past() -> None:
         past.alloc(key, nbytes)
         if key % 3:
             past.free(rng.randrange(key + 1))
-    again = CachingAllocator.holding(state_of(past))
+    again = CachingAllocator.holding(state_of(past), {})
     assert (again.allocated_bytes, again.reserved_bytes) == (past.allocated_bytes, past.reserved_bytes) > (0, 0)
     for key, nbytes in enumerate(sizes[200:], 200):
         for allocator in (past, again):
@@ -253,3 +248,28 @@ def test_a_workspace_that_no_block_of_others_can_be_is_still_to_be_made_where_th
     assert events.peaks().allocated_bytes == workspace + 10 * MIB
     assert events.peaks(first).allocated_bytes == 11 * MIB + 10 * MIB
     assert events.peaks(there).allocated_bytes == 11 * MIB + workspace
+
+
+CLEARS = StepEvents(
+    present=(("alloc", 0, 30 * MIB), ("alloc", 1, 12 * MIB)),  # a parameter and its gradient
+    step=(("alloc", 2, 40 * MIB), ("free", 1, 0), ("alloc", 3, 12 * MIB), ("free", 2, 0)),
+    left=(3,),
+)
+"""A step that clears the gradient of the one before when its activation is there."""
+
+
+def test_gradients_that_stay_until_the_next_step_clears_them_are_there_from_the_second_step_on() -> None:
+    first, second = (allocator_peaks(CLEARS.history(number)).allocated_bytes // MIB for number in (1, 2))
+    assert (first, second) == (30 + 40 + 12, 30 + 40 + 12)
+    larger = replace(CLEARS, step=(*CLEARS.step[:1], ("alloc", 4, 5 * MIB), ("free", 4, 0), *CLEARS.step[1:]))
+    first, second = (allocator_peaks(larger.history(number)).allocated_bytes // MIB for number in (1, 2))
+    assert (first, second) == (30 + 40 + 12, 30 + 12 + 40 + 5)
+
+
+def test_a_gradient_that_is_there_goes_where_the_next_step_clears_it() -> None:
+    """Its block is known by its place; what it leaves free serves the gradient to come."""
+    segments = (Segment(False, ((30 * MIB, False),)), Segment(False, ((12 * MIB, False),)))
+    now = AllocatorState(segments, own_bytes=30 * MIB, has_state=True, gradients=(1,))
+    assert CLEARS.peaks(now).allocated_bytes == (30 + 12 + 40) * MIB
+    added_to = replace(CLEARS, step=(*CLEARS.step[:1], *CLEARS.step[2:], ("free", 1, 0)), left=())
+    assert added_to.peaks(now).allocated_bytes == (30 + 12 + 40 + 12) * MIB

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import fxmem
 from fxmem.ir import Phase
-from fxmem.profiling.caching_allocator import Allocation, StepEvents
+from fxmem.profiling.caching_allocator import Allocation
+from fxmem.profiling.step_events import StepEvents
 from fxmem.profiling.training_step import run_step
 from fxmem.runtime.autocast import Autocast
 from tests.profiling.steps import measured_peak

@@ -27,10 +27,11 @@ from fxmem.emitted import slack_of
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
 from fxmem.profiling.allocator_state import AllocatorPeaks
-from fxmem.profiling.caching_allocator import StepEvents, StepLog, allocator_peaks
+from fxmem.profiling.caching_allocator import allocator_peaks
 from fxmem.profiling.cuda_reduction import TensorRecord, contiguous
 from fxmem.profiling.cuda_scratch import scratch_of
 from fxmem.profiling.device_memory import DeviceMemory
+from fxmem.profiling.step_events import StepEvents, StepLog
 from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.profiling.training_step import BARE
 from fxmem.profiling.verify import eager_step, emitted_step
