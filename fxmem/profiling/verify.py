@@ -5,7 +5,7 @@ In: a callable of fake leaves, the modules whose state it uses, loss and optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -263,10 +263,10 @@ def _fake_step(
         if phase is Phase.OPTIMIZER:
             left = gradients_of(parameters) if optimizer is None else optimizer.left(parameters)
             if step.loop.zero_grad_before_backward:
-                log.note_left(tracker.serial(p.grad) for p in parameters if p.grad is not None)
+                log.note_left(map(tracker.serial, _gradients_on(parameters)))
         log.phase_starts(phase)
         if watch is not None:
-            watch.note_phase(phase, (t.grad for t in (*parameters, *fakes) if t.grad is not None))
+            watch.note_phase(phase, _gradients_on((*parameters, *fakes)))
 
     def forward(batch: list[Any]) -> Any:
         output = subject.forward(batch)
@@ -287,17 +287,19 @@ def _fake_step(
         tracker.hold(tensors_of([scaler]))
         log.step_starts()
         if watch is not None:
-            earlier = (t.grad for t in parameters if t.grad is not None)
-            watch.begin(tracker, parameters, earlier, map(world.fake, buffers), fakes)
+            watch.begin(tracker, parameters, _gradients_on(parameters), map(world.fake, buffers), fakes)
         with world.state_of(subject.module), tracker, watch or ScalarReads():
             if subject.owner in list(subject.module.modules()):  # which hold what is there: a replaced buffer goes
                 state.clear()
                 world.forget(buffers)
-            loss_fn = step.loss_on(targets)
-            _run_steps(forward, batches, step, loss_fn, optimizer, captured.autocast, on_phase, scaler)
+            _run_steps(forward, batches, step, step.loss_on(targets), optimizer, captured.autocast, on_phase, scaler)
     libraries = memory.workspaces(len(tracker.library_threads))
     peak_bytes, watched = tracker.peak_bytes + sum(libraries), None if watch is None else watch.watched()
     return FakeStep(peak_bytes, left, log.events(libraries), state_bytes, sum(libraries), watched)
+
+
+def _gradients_on(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
 
 def _micro_batch(
