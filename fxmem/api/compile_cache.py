@@ -100,7 +100,7 @@ class CompileCache:
 
     def find(self, inputs: Inputs, autocast: Autocast | None) -> Compiled | None:
         """Return what is compiled for the signature of ``inputs`` and serves them, if anything is."""
-        signature = self._signature(inputs, autocast)
+        signature = self.signature(inputs, autocast)
         ways = self._compiled.get(signature, [])
         compiled = next((one for one in ways if one.captured.serves(inputs)), None)
         if compiled is None:
@@ -158,7 +158,7 @@ class CompileCache:
             RuntimeError,
         ):  # the latter: a size that the graph is not for, or a user's own error
             before.restore()
-        signature = self._signature(inputs, autocast)
+        signature = self.signature(inputs, autocast)
         self._alone.add(signature)
         self._untried.pop(id(compiled), None)
         self._compiled[signature] = [one for one in self._compiled[signature] if one is not compiled]
@@ -167,7 +167,7 @@ class CompileCache:
 
     def make(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile for the signature of ``inputs``, where nothing was found. Errors: as :func:`fxmem.optimize` tells."""
-        signature = self._signature(inputs, autocast)
+        signature = self.signature(inputs, autocast)
         most = CAPTURE_SECONDS + self._settings.plan_seconds
         with (
             _collected_afterwards(),
@@ -181,7 +181,7 @@ class CompileCache:
             self.latest = compiled = self._compile(inputs, autocast)
             specializations = self._compiled.setdefault(signature, [])
             specializations.append(compiled)
-            after = self._signature(inputs, autocast)
+            after = self.signature(inputs, autocast)
             if after != signature:  # a first forward may leave something in the model's configs that later ones find
                 self._compiled.setdefault(after, []).append(compiled)
         self._hints.note(inputs, len(specializations), self._states.count)
@@ -199,7 +199,7 @@ class CompileCache:
         """Return what is compiled for another step, at the size of ``inputs``, as it serves this one: its peak fits too."""
         context = CompileContext(self._model, inputs, self._settings, autocast)
         adopted = taken_over(context, compiled, "of another step")
-        self._compiled.setdefault(self._signature(inputs, autocast), []).append(adopted)
+        self._compiled.setdefault(self.signature(inputs, autocast), []).append(adopted)
         self._family(inputs, autocast).plans.append(SizedPlan(adopted, shapes_of(inputs)))
         self.latest = adopted
         return adopted
@@ -246,7 +246,7 @@ class CompileCache:
         for key in [key for key, found in self._found.items() if not all(map(holds, found.graphs))]:
             del self._found[key]
 
-    def _signature(self, inputs: Inputs, autocast: Autocast | None, *, with_sizes: bool = True) -> tuple[Any, ...]:
+    def signature(self, inputs: Inputs, autocast: Autocast | None, *, with_sizes: bool = True) -> tuple[Any, ...]:
         """Return what a plan depends on; without ``with_sizes``, what a graph of symbolic sizes does."""
         others = [kind for kind in ("cpu", "cuda") if autocast is None or autocast.device_type != kind]
         dtypes = torch.get_default_dtype(), *((kind, torch.get_autocast_dtype(kind)) for kind in others)
@@ -257,7 +257,7 @@ class CompileCache:
 
     def kind_of(self, inputs: Inputs, autocast: Autocast | None) -> tuple[Any, ...]:
         """Return what calls have in common that differ in sizes only."""
-        return self._signature(inputs, autocast, with_sizes=False)
+        return self.signature(inputs, autocast, with_sizes=False)
 
     def expect(self, inputs: Inputs, autocast: Autocast | None, shapes: Iterable[Shapes]) -> None:
         """Note the shapes in which calls of the kind of ``inputs`` will come, in whatever state the model is then: plans
@@ -283,7 +283,7 @@ class CompileCache:
         """Compile a new signature; one that differs from an earlier one in sizes only re-uses that one's graph."""
         self._settings = self._settings.seen_with(inputs.leaves)
         family = self._family(inputs, autocast)
-        if (found := self._found.get(self._signature(inputs, autocast))) is not None:
+        if (found := self._found.get(self.signature(inputs, autocast))) is not None:
             return self._compile_in_parts(inputs, autocast, found)
         try:
             captured = family.graph_for(self._model, inputs, autocast)
@@ -336,7 +336,7 @@ class CompileCache:
         context = CompileContext(self._model, inputs, replace(self._settings, background=False), autocast)
         if isinstance(found, FoundParts):
             return compile_in_parts(context, found, self._serve_part(autocast))
-        anew = self._found[self._signature(inputs, autocast)] = find_parts(context, found)
+        anew = self._found[self.signature(inputs, autocast)] = find_parts(context, found)
         compiled = compile_in_parts(context, anew, self._serve_part(autocast))
         warnings.warn(anew.said, stacklevel=level_of_user())
         return compiled
@@ -344,7 +344,7 @@ class CompileCache:
     def follow_way(self, inputs: Inputs, autocast: Autocast | None) -> Way | None:
         """Let plans to come be for the way that a call with ``inputs`` takes, and forget those that are there; return the
         way if it can be followed."""
-        signature = self._signature(inputs, autocast)
+        signature = self.signature(inputs, autocast)
         known = self._found.get(signature)
         if known is None:
             return None
@@ -362,7 +362,7 @@ class CompileCache:
             cache = self._of_parts.get(part.path)
             if cache is None or cache._model is not part.module:
                 cache = self._of_parts[part.path] = CompileCache(part.module, settings)
-            signature = cache._signature(real_like(part.inputs), autocast)
+            signature = cache.signature(real_like(part.inputs), autocast)
             cache._compiled.setdefault(signature, []).insert(0, compiled)
             # A call that the plan of the whole does not have may take the least peak.
             return run_part(part.module, lambda i: cache.find(i, autocast) or cache.make_or_least(i, autocast)[0])

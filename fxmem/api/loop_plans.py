@@ -24,6 +24,7 @@ from fxmem.api.planning_hints import in_mb, least_said, option_for, said_of
 from fxmem.api.size_families import is_of_own_size, report_planned_for
 from fxmem.api.step_watch import StepWatch, grown, have_gradients
 from fxmem.capture.graph import CaptureGraph, Inputs
+from fxmem.capture.unused_numbers import UnusedNumbers
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.ir import Phase, Plan
 from fxmem.partial import PartsGraph
@@ -54,6 +55,7 @@ class LoopPlans:
         self._model, self._settings = model, settings
         self.asked = CompileCache(model, settings)
         """Plans for the step asked for."""
+        self._numbers = UnusedNumbers(model, self.asked.signature)
         self._latest = self.asked
         self._caches: dict[TrainingStep, CompileCache] = {settings.step: self.asked}
         self._watch = StepWatch()
@@ -93,11 +95,11 @@ class LoopPlans:
     def find(self, inputs: Inputs, autocast: Autocast | None) -> Compiled | None:
         """Return what is compiled for the step asked for, if anything is."""
         self._latest = self.asked
-        return self.asked.find(inputs, autocast)
+        return self.asked.find(self._numbers.settled(inputs, autocast), autocast)
 
     def make(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile for the step asked for."""
-        return self.asked.make(inputs, autocast)
+        return self.asked.make(self._numbers.settled(inputs, autocast), autocast)
 
     def plan_elsewhere(self, inputs: Inputs, autocast: Autocast | None) -> tuple[Plan, Report]:
         """As :meth:`CompileCache.plan_elsewhere`."""
@@ -122,7 +124,10 @@ class LoopPlans:
         if watch is not None:
             watch.stop()
         with casts_stay_at_hand(partial(self._region.goes_on, autocast)):
+            inputs = self._numbers.settled(inputs, autocast)
             compiled = self.for_call(inputs, autocast)
+        if isinstance(compiled.captured, PartsGraph):
+            self._numbers.pass_all(inputs, autocast)
         output, leaves = self._latest.run(compiled, inputs, autocast, call, self._held_bytes)
         self._region.note(autocast)
         if compiled.captured.effects:

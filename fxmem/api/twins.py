@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fxmem.capture.reports import reporting_methods
+
 HOOKS = tuple(n for n in vars(torch.nn.Module()) if "hook" in n and "state_dict" not in n)
 
 
@@ -62,6 +64,7 @@ def with_forward(model: torch.nn.Module, name: str, forward: Any) -> torch.nn.Mo
         "__module__": kind.__module__,
         "__call__": torch.nn.Module.__call__,
         "_fxmem_own": {n: v for n, v in vars(torch.nn.Module()).items() if n in HOOKS},
+        **reporting_methods(kind),
         "forward": forward,
     }
     label = f"{kind.__name__}.{name}"

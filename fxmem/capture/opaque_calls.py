@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -90,6 +91,7 @@ class _OpaqueCall(HigherOrderOperator):
 
 
 _opaque_call = has_side_effect(_OpaqueCall())
+_TABLE: ContextVar[list[Opaque] | None] = ContextVar("table of opaque calls", default=None)
 
 
 @contextmanager
@@ -150,7 +152,11 @@ def kept_whole(model: torch.nn.Module) -> Iterator[list[Opaque]]:
         tensor_hooks_set_by(opaque_register_hook),
         batch_norms_by(opaque_batch_norm),
     ):
-        yield table
+        token = _TABLE.set(table)
+        try:
+            yield table
+        finally:
+            _TABLE.reset(token)
 
 
 def cumulative_batch_norm(
@@ -166,6 +172,28 @@ def cumulative_batch_norm(
     num_batches_tracked.add_(1)
     momentum = 1.0 / float(num_batches_tracked)
     return torch.nn.functional.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+
+
+def told_in_graph(function: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Put a call of ``function``, which tells somebody of values, into the graph that this thread captures; return whether
+    there is one."""
+    table = _TABLE.get()
+    if table is None or get_proxy_mode() is None:
+        return False
+    given = (args, kwargs)
+    _emitted(table, Opaque(_Telling(function), given, "tells of values"), given, lambda: None)
+    return True
+
+
+class _Telling:
+    """Calls ``function`` with positional and keyword arguments."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+        self.__name__ = getattr(function, "func", function).__name__
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function(*args, **kwargs)
 
 
 def opaque_call(node: fx.Node, table: list[Opaque]) -> Opaque | None:
