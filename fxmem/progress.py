@@ -11,6 +11,7 @@ exception through there. A second one takes effect at once.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -120,3 +121,20 @@ def log_to_stderr(names: str | None = None) -> None:
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.DEBUG)
+
+
+@contextmanager
+def collected_afterwards() -> Iterator[None]:
+    """Put off collecting cycles to the body's end, which makes many objects and little garbage, but for what was there
+    before. What cycles it leaves hold the batch planned for, which would be there beside the next one."""
+    enabled, freeze = gc.isenabled(), not gc.get_freeze_count()
+    gc.disable()
+    if freeze:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        (gc.enable if enabled else gc.disable)()
+        gc.collect()
+        if freeze:
+            gc.unfreeze()

@@ -33,14 +33,15 @@ def net() -> Net:
 # -- Lightning -----------------------------------------------------------------------------------------------------------
 
 
-def task(run: Run, how: str) -> Any:
-    """Return a LightningModule around :func:`net`, optimized in one of three ways."""
+def task(run: Run, how: str, *, keeps_losses: bool = False) -> Any:
+    """Return a LightningModule around :func:`net`, optimized in one of three ways, which may keep a list of its losses."""
     import lightning
 
     class Task(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net: Any = net()
+            self.losses: list[float] = []
             if how == "init":
                 self.net = run.optimize(self.net)
 
@@ -48,8 +49,12 @@ def task(run: Run, how: str) -> Any:
             if how == "configure_model":
                 run.optimize_(self.net)
 
-        def training_step(self, batch: Any, _: int) -> Tensor:
-            return F.cross_entropy(self.net(batch[0]), batch[1])
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss, on_epoch=True)
+            if keeps_losses:
+                self.losses.append(loss.item())
+            return loss
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             run.note(outputs["loss"])
@@ -95,6 +100,24 @@ def whole(run: Run) -> None:
     made = task(run, "")
     run.optimize_(made, methods=("forward", "training_step"))
     fit(run, made)
+
+
+@loop("Lightning", "FxMemCallback")
+def callback(run: Run) -> None:
+    made = task(run, "")
+    fit(run, made, callbacks=_callbacks(run, made))
+
+
+@loop("Lightning", "FxMemCallback, a list of losses, bf16-mixed, accumulation")
+def callback_in_parts(run: Run) -> None:
+    made = task(run, "", keeps_losses=True)
+    fit(run, made, precision="bf16-mixed", accumulate_grad_batches=2, callbacks=_callbacks(run, made))
+
+
+def _callbacks(run: Run, made: Any) -> list[Any]:
+    from fxmem.integrations.lightning import FxMemCallback
+
+    return run.callbacks(FxMemCallback, made)
 
 
 @loop("Lightning", "bf16-mixed")

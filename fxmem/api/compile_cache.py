@@ -6,12 +6,12 @@ values has one for each way it takes; calls that differ in sizes only share a gr
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -35,7 +35,7 @@ from fxmem.passes.context import CompileContext, Settings
 from fxmem.pipeline import Compiled, compile_model, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.profiling.training_step import TrainingStep
-from fxmem.progress import CAPTURE_SECONDS, told
+from fxmem.progress import CAPTURE_SECONDS, collected_afterwards, told
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.backend_flags import present
@@ -143,7 +143,8 @@ class CompileCache:
         """
         captured: CaptureGraph | PartsGraph = compiled.captured
         if isinstance(captured, PartsGraph):
-            return captured.run_call(*call)
+            run = captured.run_call if captured.latest_calls else partial(self._first, compiled, inputs, autocast)
+            return run(*call)
         if id(compiled) not in self._untried:
             return compiled.run(inputs.leaves, held_bytes)
         before = Before(captured, inputs.leaves)
@@ -165,12 +166,24 @@ class CompileCache:
         anew = self.make(inputs, autocast)
         return anew.captured.run_in_training(anew.graph_module, inputs.leaves)
 
+    def _first(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None, args: Any, kwargs: Any) -> Any:
+        """As :meth:`run`, of a model in parts: what its own code changes in it makes no other kind of call from now on."""
+        graph, before = cast(PartsGraph, compiled.captured), self.signature(inputs, autocast)
+        with self._states.noting_changes():
+            output = graph.run_call(args, kwargs)
+        self._in_parts.add(self._call_in_parts(inputs, autocast))
+        after = self.signature(inputs, autocast)
+        if after != before:
+            self._compiled.setdefault(after, []).append(compiled)
+            self._found |= {after: self._found[before]} if before in self._found else {}
+        return output
+
     def make(self, inputs: Inputs, autocast: Autocast | None) -> Compiled:
         """Compile for the signature of ``inputs``, where nothing was found. Errors: as :func:`fxmem.optimize` tells."""
         signature = self.signature(inputs, autocast)
         most = CAPTURE_SECONDS + self._settings.plan_seconds
         with (
-            _collected_afterwards(),
+            collected_afterwards(),
             told(f"planning a training step of {type(self._model).__name__}", most),
             as_in_training(),
         ):
@@ -210,7 +223,7 @@ class CompileCache:
         most = CAPTURE_SECONDS + self._settings.plan_seconds
         settings = replace(self._settings, measure=False, background=False)
         with (
-            _collected_afterwards(),
+            collected_afterwards(),
             told(f"planning a training step of {type(self._model).__name__}", most),
             as_in_training(),
         ):
@@ -250,10 +263,14 @@ class CompileCache:
         """Return what a plan depends on; without ``with_sizes``, what a graph of symbolic sizes does."""
         others = [kind for kind in ("cpu", "cuda") if autocast is None or autocast.device_type != kind]
         dtypes = torch.get_default_dtype(), *((kind, torch.get_autocast_dtype(kind)) for kind in others)
-        call = arguments_of(inputs, with_sizes=with_sizes), autocast
-        in_parts = self._in_parts and (*call, self._states.number(buffers_by_name=True)) in self._in_parts
+        in_parts = self._in_parts and self._call_in_parts(inputs, autocast) in self._in_parts
+        call = arguments_of(inputs, with_sizes=with_sizes, with_numbers=not in_parts), autocast
         number = self._states.number(buffers_by_name=bool(in_parts))
         return (*call, dtypes, present(), number, self._states.among(inputs.tensors))
+
+    def _call_in_parts(self, inputs: Inputs, autocast: Autocast | None) -> tuple[Any, ...]:
+        """Return what a call in which the model's own code runs depends on: not on numbers, which that is given."""
+        return arguments_of(inputs, with_numbers=False), autocast, self._states.number(buffers_by_name=True)
 
     def kind_of(self, inputs: Inputs, autocast: Autocast | None) -> tuple[Any, ...]:
         """Return what calls have in common that differ in sizes only."""
@@ -332,7 +349,7 @@ class CompileCache:
         self, inputs: Inputs, autocast: Autocast | None, found: FoundParts | CaptureError
     ) -> Compiled:
         """Compile the parts that were ``found``, or are found now, as the whole cannot be captured."""
-        self._in_parts.add((arguments_of(inputs), autocast, self._states.number(buffers_by_name=True)))
+        self._in_parts.add(self._call_in_parts(inputs, autocast))
         context = CompileContext(self._model, inputs, replace(self._settings, background=False), autocast)
         if isinstance(found, FoundParts):
             return compile_in_parts(context, found, self._serve_part(autocast))
@@ -381,20 +398,3 @@ class CompileCache:
             return least_bytes_within(profile_for_short_memory(graph, context), context, planned, budget_bytes)
 
         return largest_batch(floor_bytes, budget_bytes)
-
-
-@contextmanager
-def _collected_afterwards() -> Iterator[None]:
-    """Put off collecting cycles to the body's end, which makes many objects and little garbage, but for what was there
-    before. What cycles it leaves hold the batch planned for, which would be there beside the next one."""
-    enabled, freeze = gc.isenabled(), not gc.get_freeze_count()
-    gc.disable()
-    if freeze:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        (gc.enable if enabled else gc.disable)()
-        gc.collect()
-        if freeze:
-            gc.unfreeze()

@@ -126,8 +126,6 @@ class LoopPlans:
         with casts_stay_at_hand(partial(self._region.goes_on, autocast)):
             inputs = self._numbers.settled(inputs, autocast)
             compiled = self.for_call(inputs, autocast)
-        if isinstance(compiled.captured, PartsGraph):
-            self._numbers.pass_all(inputs, autocast)
         output, leaves = self._latest.run(compiled, inputs, autocast, call, self._held_bytes)
         self._region.note(autocast)
         if compiled.captured.effects:

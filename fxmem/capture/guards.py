@@ -12,11 +12,19 @@ import torch
 from fxmem.capture.graph import Inputs, order_of_dims
 from fxmem.torch_private import FakeTensor, is_traceable_wrapper, storage_key
 
+NUMBERS = (int, float, str)
+"""Classes of arguments, these very ones, whose values may make no difference."""
 
-def arguments_of(inputs: Inputs, *, with_sizes: bool = True) -> tuple[Any, ...]:
+
+def arguments_of(inputs: Inputs, *, with_sizes: bool = True, with_numbers: bool = True) -> tuple[Any, ...]:
     """Return what a plan depends on of a call's arguments; without ``with_sizes``, what a graph with symbolic dimensions
-    does."""
-    leaves = tuple([_leaf_signature(leaf, with_sizes) for leaf in inputs.leaves])
+    does; without ``with_numbers``, what the model's own code does not see to itself."""
+    leaves = tuple(
+        [
+            _leaf_signature(leaf, with_sizes) if with_numbers or type(leaf) not in NUMBERS else type(leaf)
+            for leaf in inputs.leaves
+        ]
+    )
     return (inputs.spec, leaves, _sharing(inputs.tensors, with_sizes))
 
 

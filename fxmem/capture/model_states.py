@@ -13,6 +13,7 @@ from __future__ import annotations
 import types
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
 from operator import is_
@@ -71,6 +72,8 @@ class ModelStates:
         self._by_name = False
         """Whether the latest look was for a call that finds buffers by name."""
         self._effects: list[SideEffects] = []
+        self._changed: Left = defaultdict(set)
+        """What the model's own forward changes, each time."""
         self._guarded: dict[Place, None] = {}
         self._constants: list[torch.Tensor] = []
         """What graphs read that is neither parameter, buffer nor input."""
@@ -85,18 +88,34 @@ class ModelStates:
 
         ``buffers_by_name``: for a call in which the model's own code runs, planned in parts that have states of their own:
         another buffer that lies as the one before, such as a running range that each forward assigns anew, is no other
-        state. A graph of the whole model has the buffers themselves.
+        state, and neither is what that code changes itself (:meth:`noting_changes`). A graph of the whole model has the
+        buffers themselves.
         """
         if self._look is None or self._by_name != buffers_by_name or self._look.differs():
             self._by_name = buffers_by_name
-            state = _state_of(self._model, self._left, buffers_by_id=not buffers_by_name) + self._facts_left()
+            left = self._left
+            for holder, names in self._changed.items() if buffers_by_name else ():
+                left[holder] |= names
+            state = _state_of(self._model, left, buffers_by_id=not buffers_by_name) + self._facts_left()
             if state not in self._known:
-                self._known[state] = (len(self._known), not _may_change_unseen(self._model, self._left))
+                self._known[state] = (len(self._known), not _may_change_unseen(self._model, left))
             self._number, may_look = self._known[state]
-            self._own = _first_on_memory(self._model, self._left)
+            self._own = _first_on_memory(self._model, left)
             may_look = may_look and not self._guarded
-            self._look = _Look(self._model, self._left, with_buffers=not buffers_by_name) if may_look else None
+            self._look = _Look(self._model, left, with_buffers=not buffers_by_name) if may_look else None
         return self._number
+
+    @contextmanager
+    def noting_changes(self) -> Iterator[None]:
+        """In the body, a forward of the model's own code runs: attributes that are others after it are of no state of such
+        calls, as each of them changes what it finds."""
+        before = _attributes_of(self._model)
+        yield
+        after = _attributes_of(self._model)
+        for holder, name in before.keys() | after.keys():
+            if before.get((holder, name)) != after.get((holder, name)):
+                self._changed[holder].add(name)
+        self._look = None
 
     def note(self, captured: CaptureGraph) -> None:
         """Let what calls of a graph leave in attributes be no other state. Errors: ``CaptureError`` if a graph reads it."""
@@ -317,6 +336,17 @@ def _state_of(model: torch.nn.Module, left: Left, buffers_by_id: bool) -> tuple[
     for kind in _classes_of(model):
         state += [_value_signature(value, own, known, left) for value in vars(kind).values() if _is_plain(value, set())]
     return tuple(state)
+
+
+def _attributes_of(model: torch.nn.Module) -> dict[tuple[int, str], Any]:
+    """Return what counts of the attributes of each module, by the id of the dict that holds them and their name."""
+    own, known = _own_tensors(model), dict[int, Any]()
+    return {
+        (id(module.__dict__), name): _value_signature(value, own, known, NOTHING_LEFT)
+        for module in model.modules()
+        for name, value in module.__dict__.items()
+        if name not in REGISTRIES
+    }
 
 
 def _value_signature(value: Any, own: frozenset[int], known: dict[int, Any], left: Left) -> Any:

@@ -24,15 +24,13 @@ from typing import Any, NoReturn
 import torch
 
 from fxmem.capture.graph import Inputs
-from fxmem.capture.guards import constant
+from fxmem.capture.guards import NUMBERS, constant
 from fxmem.fake.fake_tensors import FakeWorld, attributes_restored
 from fxmem.fake.modes import FewLooks, TooManyLooks
 from fxmem.fake.python_state import tensors_restored
 from fxmem.runtime.autocast import Autocast
 from fxmem.torch_patches import quiet
 
-NUMBERS = (int, float, str)
-"""Of these very classes: what is told by identity, a flag or None, is not looked at."""
 MOST_TRIED = 4
 """Numbers that are each looked at alone, where some of a call's are used."""
 
@@ -96,15 +94,6 @@ class UnusedNumbers:
             self._known[kind] = _Known(first, self._unused(inputs, autocast, places))
         known = self._known[kind]
         return _with(inputs, {place: known.values[place] for place in known.unused})
-
-    def pass_all(self, inputs: Inputs, autocast: Autocast | None) -> None:
-        """Take all numbers of this kind of call as unused: the model's own code runs in it."""
-        values = _numbers_of(inputs)
-        places = [place for place, value in enumerate(values) if value is not None]
-        if places:
-            self._known[self._kind_of(_with(inputs, dict.fromkeys(places)), autocast)] = _Known(
-                values, frozenset(places)
-            )
 
     def _unused(self, inputs: Inputs, autocast: Autocast | None, places: list[int]) -> frozenset[int]:
         if self._runs_without(inputs, autocast, places):

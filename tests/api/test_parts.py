@@ -1,6 +1,7 @@
 """A part of a model optimized, and what of a model cannot be captured whole."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -189,3 +190,35 @@ def test_another_buffer_is_read_by_calls_that_are_captured_whole_of_a_model_that
             step(m, x)
         assert torch.equal(*outputs)
         assert_same(eager, model)
+
+
+class Keeping(nn.Module):
+    """Keeps a record of its calls, and looks at the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))
+        self.losses: list[float] = []
+        self.num_calls = 0
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        loss = self.body(x).square().mean()
+        self.losses.append(loss.item())
+        self.num_calls += number
+        return loss
+
+
+@pytest.mark.slow
+def test_what_the_models_own_code_changes_and_is_given_makes_no_other_call_in_parts() -> None:
+    torch.manual_seed(0)
+    eager = Keeping()
+    x = torch.randn(512, WIDTH)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = fxmem.optimize(copy.deepcopy(eager), (x, 1), budget="80%", optimizer=None, cost="cpu")
+        for number in range(1, 6):
+            for m in (eager, model):
+                m(x, number).backward()
+    assert len([w for w in said if "planned in parts" in str(w.message)]) == 1
+    assert (model.losses, model.num_calls) == (eager.losses, 15)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))

@@ -21,7 +21,7 @@ TOGETHER = {
         "accelerate_loop",
     ),
     "models": ("transformers_gpt2", "peft_lora", "diffusers_unet"),
-    "trainers": ("transformers_trainer", "lightning_module"),
+    "trainers": ("transformers_trainer", "lightning_module", "lightning_callback"),
 }
 """Those of a process, which imports what they need once."""
 NEEDS = {
@@ -29,6 +29,7 @@ NEEDS = {
     "accelerate_loop": "accelerate",
     "peft_lora": "peft",
     "lightning_module": "lightning",
+    "lightning_callback": "lightning",
 }
 """Libraries of the test extra that fxmem does without, by example. An environment may lack them."""
 RUN = """
