@@ -17,6 +17,7 @@ def file_of(name: str) -> str:
     return infos()[name].module_cls.__module__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_of_each(infos(), file_of, *LOOKING, "nn.LSTM", quick=8))
 def test_module_trains_to_the_same_bits(name: str) -> None:
     seen = outcome(infos()[name])

@@ -127,6 +127,7 @@ class UNet(nn.Module):
         return self.head(self.up(torch.cat([high, skip], 1)))
 
 
+@pytest.mark.slow
 def test_a_unet_whose_input_needs_no_grad_trains_with_equal_gradients() -> None:
     model = UNet().train()
     reference = copy.deepcopy(model)

@@ -17,6 +17,7 @@ def _train_step(entry: zoo.ZooModel, batch: int) -> tuple[Tensor, dict[str, Tens
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_of_each(zoo.names(), lambda name: zoo.get(name).family, "bert", "mamba"))
 def test_eager_step_reaches_every_parameter_and_repeats_bitwise(name: str) -> None:
     entry = zoo.get(name)

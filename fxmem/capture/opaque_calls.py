@@ -151,12 +151,19 @@ def kept_whole(model: torch.nn.Module) -> Iterator[list[Opaque]]:
         function_applies_by(opaque_apply),
         tensor_hooks_set_by(opaque_register_hook),
         batch_norms_by(opaque_batch_norm),
+        _filling(table),
     ):
-        token = _TABLE.set(table)
-        try:
-            yield table
-        finally:
-            _TABLE.reset(token)
+        yield table
+
+
+@contextmanager
+def _filling(table: list[Opaque]) -> Iterator[None]:
+    """Let :func:`told_in_graph` find ``table`` in the body."""
+    token = _TABLE.set(table)
+    try:
+        yield
+    finally:
+        _TABLE.reset(token)
 
 
 def cumulative_batch_norm(

@@ -240,6 +240,7 @@ def test_the_smallest_stack_that_fits_fits_when_it_is_made() -> None:
     assert none.verdict.startswith("no 4 of these changes were found to fit")
 
 
+@pytest.mark.slow
 def test_the_model_given_stays_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)).train()
     before, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
@@ -253,6 +254,7 @@ def test_the_model_given_stays_as_it_is() -> None:
     assert advice["sgd"].saved_bytes == sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_rows_say_what_they_bring_or_why_not() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)).train()
     advice = fxmem.advise(model, torch.randn(8, 16), budget="1GB", plan_seconds=1, cost="cpu")

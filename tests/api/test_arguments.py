@@ -138,6 +138,7 @@ def test_what_an_estimate_has_planned_is_not_planned_again(kept_plans: None, mon
     assert points[-1].predicted_peak_bytes == floor_bytes == report.floor_bytes
 
 
+@pytest.mark.slow
 def test_estimate_follows_policy_inplace_cost_and_cache(kept_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(16, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 16)).train(), batch()
     free = fxmem.estimate(model, x, cost="a100")
@@ -188,6 +189,7 @@ def test_choices_are_allowed_by_name(entry_point: Callable[..., Any]) -> None:
         entry_point(build(), batch(), allow=("inplace",), policy=[("gelu", "recompute")])
 
 
+@pytest.mark.slow
 def test_nothing_is_recomputed_that_may_not_be() -> None:
     model, x = build(), batch()
     kept = fxmem.estimate(model, x, cost="cpu", cache=False, allow=("inplace",))

@@ -47,6 +47,7 @@ def test_a_budget_in_megabytes() -> None:
     assert fxmem.optimize(net(), budget_mb=1.5).fxmem.settings.budget_bytes == 1_500_000
 
 
+@pytest.mark.slow
 def test_a_share_of_eagers_peak_is_of_each_kind_of_call_its_own() -> None:
     optimized = fxmem.optimize(net(), budget="80%", optimizer=None, planner="chen")
     for size in (64, 256):
@@ -91,6 +92,7 @@ def test_what_is_printed_is_short_and_in_units() -> None:
     assert repr(memory) == "Measurement(peak 38.14 kB, 38.14 kB at the start)"
 
 
+@pytest.mark.slow
 def test_plans_are_searched_for_at_the_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

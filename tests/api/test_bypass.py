@@ -114,6 +114,7 @@ def test_looking_at_calls_ends_with_the_next_planned_call_and_is_in_no_graph() -
     assert not torch_module._global_forward_pre_hooks, "nobody is left to tell"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [fxmem.optimize, fxmem.optimize_])
 def test_methods_are_planned_each_by_itself_and_train_to_the_same_bits(way: Any) -> None:
     eager = auto()
@@ -195,6 +196,7 @@ def test_a_forward_that_is_set_later_and_calls_the_planned_one_stays_around_the_
     assert model.fxmem.is_planned
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_first_method_counts_what_others_take_after_it() -> None:
     torch.manual_seed(0)
     eager = Auto()

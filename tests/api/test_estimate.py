@@ -144,6 +144,7 @@ def test_a_step_of_llama_3_8b_is_estimated_without_its_bytes() -> None:
     assert estimate.peak_bytes > 3 * estimate.breakdown.parameters_bytes
 
 
+@pytest.mark.slow
 def test_the_largest_batch_that_fits_is_exact() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).train()
     estimate = fxmem.estimate(model, torch.randn(4, 64), optimizer=None)

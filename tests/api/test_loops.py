@@ -163,6 +163,7 @@ def assert_trained_as_eager(model: nn.Module, step: Step, number: int = 4) -> No
     assert all(same_bits(a, b) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_plain_loop_is_planned_for_once() -> None:
     model, optimizer = made(0.3)
     found, said = peaks(model, optimizer, plain)
@@ -171,6 +172,7 @@ def test_a_plain_loop_is_planned_for_once() -> None:
     assert len(model.fxmem.plans._caches) == 1
 
 
+@pytest.mark.slow
 def test_gradients_of_micro_batches_are_found_at_the_second_one() -> None:
     model, optimizer = made(0.3)
     assert model.fxmem.report.static.gradients_bytes == 0
@@ -181,6 +183,7 @@ def test_gradients_of_micro_batches_are_found_at_the_second_one() -> None:
     assert_trained_as_eager(model, micro_batches)
 
 
+@pytest.mark.slow
 def test_gradients_that_go_between_forward_and_backward_are_planned_for_until_then() -> None:
     model, optimizer = made(0.3)
     found, said = peaks(model, optimizer, cleared_late)
@@ -193,6 +196,7 @@ def test_gradients_that_go_between_forward_and_backward_are_planned_for_until_th
     assert_trained_as_eager(model, cleared_late)
 
 
+@pytest.mark.slow
 def test_gradients_that_go_before_the_backward_need_less_than_those_that_are_added_to() -> None:
     model, optimizer = made(0.01)
     budget = model.fxmem.settings.budget_bytes
@@ -205,6 +209,7 @@ def test_gradients_that_go_before_the_backward_need_less_than_those_that_are_add
     assert option_for(model.fxmem.settings.step, step) == "loop=fxmem.Loop(zero_grad_before_backward=True)"
 
 
+@pytest.mark.slow
 def test_gradients_of_a_skipped_step_are_seen_to_go_before_the_backward() -> None:
     model, optimizer = made(0.3)
     found, said = peaks(model, optimizer, cleared_late_after_a_skipped_step)
@@ -214,6 +219,7 @@ def test_gradients_of_a_skipped_step_are_seen_to_go_before_the_backward() -> Non
     assert not said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [cleared_late_in_the_first_micro_batch, zeros_left])
 def test_gradients_that_are_added_to_are_planned_for_as_such(step: Step) -> None:
     model, optimizer = made(0.3)
@@ -239,6 +245,7 @@ def test_gradients_that_go_before_the_backward_may_be_asked_for() -> None:
         fxmem.TrainingStep(accumulate=True, loop=loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [siamese, same_loss_twice, graph_left])
 def test_another_loop_is_told_of_once_with_its_peak_and_then_planned_for(step: Step) -> None:
     model, optimizer = made(0.3)
@@ -254,6 +261,7 @@ def test_another_loop_is_told_of_once_with_its_peak_and_then_planned_for(step: S
     assert_trained_as_eager(model, step)
 
 
+@pytest.mark.slow
 def test_a_loop_that_no_plan_keeps_within_the_budget_is_told_of_with_the_least_peak() -> None:
     model, optimizer = made(0.02)
     found, said = peaks(model, optimizer, siamese)
@@ -262,6 +270,7 @@ def test_a_loop_that_no_plan_keeps_within_the_budget_is_told_of_with_the_least_p
     assert f"Raise the budget to {found[-1]} bytes" in said[0]
 
 
+@pytest.mark.slow
 def test_a_loop_may_be_asked_for_from_the_start() -> None:
     model, optimizer = made(0.3, loop=fxmem.Loop(forwards=2))
     found, said = peaks(model, optimizer, siamese, 2)
@@ -269,6 +278,7 @@ def test_a_loop_may_be_asked_for_from_the_start() -> None:
     assert not said
 
 
+@pytest.mark.slow
 def test_targets_follow_the_batch_and_a_smaller_last_batch_trains() -> None:
     labels = torch.randint(WIDTH, (ROWS,))
     asked: dict[str, Any] = {"loss_fn": F.cross_entropy, "targets": labels, "optimizer": None}
@@ -322,6 +332,7 @@ def backward_under_autocast(model: nn.Module, optimizer: torch.optim.Optimizer, 
     optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_a_backward_inside_of_autocast_is_seen_and_told_of() -> None:
     step = fxmem.TrainingStep(optimizer="sgd", autocast=torch.bfloat16, loss_fn=total_of_floats)
     floor = fxmem.estimate(Net(), BATCHES[0], step=step).floor_bytes

@@ -178,6 +178,7 @@ def test_a_loss_that_nobody_told_of_is_planned_for_from_the_second_step_on(step:
     assert peaks[-1] == peaks[-2] < peaks[0]
 
 
+@pytest.mark.slow
 def test_what_is_warned_of_is_the_peak_that_the_first_step_had() -> None:
     model, optimizer = made()
     (first, *_), said = steps(model, optimizer, criterion_on_named_output, 2)
@@ -193,6 +194,7 @@ def test_a_plan_that_has_room_for_the_loss_stays() -> None:
     assert model.fxmem.plan is plan
 
 
+@pytest.mark.slow
 def test_no_bit_changes() -> None:
     ours, theirs = made()[0], made()[0].fxmem.original
     for model in (ours, theirs):
@@ -210,6 +212,7 @@ def items_of_each_row(output: Tensor, y: Tensor) -> Tensor:
     return losses.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_of", [F.cross_entropy, items_of_each_row])
 def test_sizes_that_the_loss_names_follow_the_batch(loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
     model, optimizer = made()
@@ -236,6 +239,7 @@ class Total(torch.autograd.Function):
         return gradient.expand(ROWS, CLASSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backward", "reason"),
     [
@@ -270,6 +274,7 @@ def test_a_share_of_eagers_peak_is_of_the_step_with_its_loss() -> None:
     assert model.fxmem.report.budget_bytes == pytest.approx(0.95 * eager, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_the_sum_that_is_assumed_is_no_news(scale: float) -> None:
     model, optimizer = made()

@@ -112,6 +112,7 @@ def test_a_pickle_of_version_0_1_loads_and_trains() -> None:
     assert same_bits(module[0].weight.grad, eager[0].weight.grad)
 
 
+@pytest.mark.slow
 def test_what_is_returned_is_written_down_as_plain_data() -> None:
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 4)), torch.randn(16, 4)
     estimate, frontier = fxmem.estimate(model, x), fxmem.frontier(model, x)

@@ -276,6 +276,7 @@ def test_a_model_is_sent_to_a_spawned_process() -> None:
 # -- with other libraries ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_graph_module_may_be_edited_and_recompiled(way: Callable[..., Any]) -> None:
     x = batch()

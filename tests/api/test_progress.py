@@ -43,6 +43,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_what_takes_long_tells_once_what_it_does_and_how_long_it_may_take(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def messages_of_passes(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name == "fxmem.passes"]
 
 
+@pytest.mark.slow
 def test_passes_log_nodes_bytes_and_the_difference(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 8))
     x = torch.randn(16, 8)
@@ -164,6 +166,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, usual)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planned_anew", "interruptible")
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95])
 def test_an_interrupt_leaves_model_and_process_as_they_were(share: float) -> None:

@@ -80,6 +80,7 @@ def same_step(eager: nn.Module, optimized: fxmem.OptimizedModule, inputs: Inputs
 # -- capturing -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_graph_of_many_sizes_follows_values_and_arguments_beside_those_named(padded: bool) -> None:
     inputs = call(4, 6, padded=padded, counted=True)
@@ -156,6 +157,7 @@ def test_smaller_sizes_run_under_the_plan_of_the_largest(padded: bool | None) ->
     assert report.planner.endswith("of a larger size")
 
 
+@pytest.mark.slow
 def test_without_a_budget_larger_sizes_are_served_too() -> None:
     eager, optimized = pair()
     for rows, length in ((4, 6), (4, 9), (3, 4), (6, 20)):
@@ -184,6 +186,7 @@ def test_a_size_at_which_the_graph_does_otherwise_gets_its_own_plan(
     assert optimized.fxmem.plans.asked.num_planned == planned + 1
 
 
+@pytest.mark.slow
 def test_a_size_with_a_larger_storage_than_planned_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, optimized = pair(tight_budget(call(4, 12)))
     for length in (11, 12):
@@ -195,6 +198,7 @@ def test_a_size_with_a_larger_storage_than_planned_is_not_served(monkeypatch: py
     assert optimized.fxmem.plans.asked.num_planned == planned + 1
 
 
+@pytest.mark.slow
 def test_images_by_channels_last_share_a_plan() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
     optimized = fxmem.optimize(model, planner="chen", optimizer=None)
@@ -203,6 +207,7 @@ def test_images_by_channels_last_share_a_plan() -> None:
     assert optimized.fxmem.plans.asked.num_planned == 2
 
 
+@pytest.mark.slow
 def test_the_user_hears_of_prepare_after_many_growing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxmem.api.planning_hints.MANY_SIZES", 3)
     model = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4))
@@ -219,6 +224,7 @@ def test_the_user_hears_of_prepare_after_many_growing_sizes(monkeypatch: pytest.
 # -- preparing -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_prepare_plans_for_the_worst_of_all_batches_and_leaves_random_states(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -241,6 +247,7 @@ def test_prepare_plans_for_the_worst_of_all_batches_and_leaves_random_states(
     assert optimized.fxmem.plans.asked.num_planned == 1
 
 
+@pytest.mark.slow
 def test_prepare_plans_for_both_ways_of_a_mask() -> None:
     eager, optimized = pair()
     batches = [call(3, 6, padded=padded, counted=True).call()[1] for padded in (True, False)]
@@ -251,6 +258,7 @@ def test_prepare_plans_for_both_ways_of_a_mask() -> None:
     assert optimized.fxmem.plans.asked.num_planned == 2
 
 
+@pytest.mark.slow
 def test_expected_sizes_are_those_of_any_state_of_the_model() -> None:
     eager, optimized = pair()
     fxmem.prepare(optimized, [call(3, length).call()[1] for length in (4, 7)])
@@ -261,6 +269,7 @@ def test_expected_sizes_are_those_of_any_state_of_the_model() -> None:
     assert optimized.fxmem.plans.asked.num_planned == 2  # one for each state
 
 
+@pytest.mark.slow
 def test_lengths_are_those_of_the_examples_sequences() -> None:
     optimized = fxmem.optimize(
         Texts(), example_kwargs=call(3, 6).call()[1], shapes=[4, 9, 7], planner="chen", optimizer=None

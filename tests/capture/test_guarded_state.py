@@ -54,6 +54,7 @@ def a_number_beside_functions(model: Adjustable) -> None:
     model.config.slope = 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [another_layer_of_its_own, a_layer_elsewhere, another_key, a_number_beside_functions]
 )
@@ -133,6 +134,7 @@ def test_numbers_that_change_from_call_to_call_are_warned_of() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

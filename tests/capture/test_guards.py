@@ -35,6 +35,7 @@ class Windows(nn.Module):
         return self.inner(x.as_strided((ROWS - 1, 2, WIDTH), (WIDTH, WIDTH, 1), *place)).exp()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asks", "num_plans"), [(False, 1), (True, 3)])
 def test_a_model_that_asks_where_its_input_lies_is_planned_for_each_place(asks: bool, num_plans: int) -> None:
     data = torch.randn(4 * ROWS, WIDTH)
@@ -53,6 +54,7 @@ class Attention(nn.Module):
         return self.inner(query, key, value, need_weights=False)[0].exp()
 
 
+@pytest.mark.slow
 def test_arguments_that_are_the_same_tensor_are_another_signature() -> None:
     x, y = torch.randn(3, 4, WIDTH), torch.randn(3, 4, WIDTH)
     optimized = fxmem.optimize(Attention(), (x, x, x), optimizer=None)
@@ -78,6 +80,7 @@ def test_an_argument_that_is_a_parameter_is_another_signature() -> None:
     assert torch.equal(optimized(x, model.linear.weight[:4]), model(x, model.linear.weight[:4]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["detach", "data", "one"])
 def test_arguments_and_buffers_on_one_memory_are_another_signature(how: str) -> None:
     eager, model, x = Remembering(), Remembering(), torch.randn(4, WIDTH)

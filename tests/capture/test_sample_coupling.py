@@ -63,6 +63,7 @@ APART: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", COUPLED.values(), ids=COUPLED)
 def test_samples_that_meet_are_found(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(fxmem.InputError, match="micro-batches: "):

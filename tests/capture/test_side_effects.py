@@ -60,6 +60,7 @@ def trained(model: Any, num_steps: int = 4) -> tuple[list[Tensor], int]:
     return [*found, *(p.detach() for p in model.parameters())], tracker.peak_bytes
 
 
+@pytest.mark.slow
 def test_losses_left_in_attributes_train_as_in_eager_within_the_budget() -> None:
     expected, eager_bytes = trained(mixtures())
     budget_bytes = int(0.7 * eager_bytes)
@@ -71,6 +72,7 @@ def test_losses_left_in_attributes_train_as_in_eager_within_the_budget() -> None
     assert optimized[0].noted["experts"] == 3
 
 
+@pytest.mark.slow
 def test_what_is_left_is_no_other_state_to_plan_for() -> None:
     optimized = fxmem.optimize(mixtures(), planner="chen", cost="cpu")
     for _ in range(4):
@@ -81,6 +83,7 @@ def test_what_is_left_is_no_other_state_to_plan_for() -> None:
     assert optimized.fxmem.plans.asked.num_planned == 2
 
 
+@pytest.mark.slow
 def test_planning_leaves_nothing() -> None:
     model = mixtures()
     fxmem.estimate(model, torch.randn(ROWS, WIDTH))

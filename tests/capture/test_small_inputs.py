@@ -212,6 +212,7 @@ def test_track_around_a_call_that_plans_measures_the_step_alone() -> None:
     assert step(optimized) == step(optimized)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_capture_lets_torch_warn_and_log_of_nothing(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(kind(4, 4, batch_first=True))
@@ -259,6 +260,7 @@ class Transcriber(nn.Module):
         return functional.ctc_loss(self.layers(x).log_softmax(-1), texts, *lengths, **options)
 
 
+@pytest.mark.slow
 def test_a_ctc_loss_is_planned() -> None:
     x, texts, lengths = torch.randn(24, 8, 16), torch.randint(1, 4, (8, 5)), (torch.full((8,), 24), torch.full((8,), 5))
     model = Transcriber()
@@ -300,6 +302,7 @@ def test_a_gaussian_loss_keeps_what_it_does_without_gradients() -> None:
     assert optimized.fxmem.plan.dropped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none", "zero_infinity": True}])
 @pytest.mark.parametrize("is_batched", [True, False])
 def test_a_ctc_loss_of_lengths_in_lists_is_planned(options: dict[str, Any], is_batched: bool) -> None:

@@ -110,6 +110,7 @@ def trained(model: Any, rows: tuple[int, ...] = (ROWS,) * 4) -> tuple[list[Tenso
     return [*found, *(p.detach() for p in model.parameters())], tracker.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Neurons, Cell])
 @pytest.mark.parametrize("whole", [True, False], ids=["sequence", "step of time"])
 @pytest.mark.parametrize("rows", [(ROWS,) * 4, (ROWS, ROWS, 8, ROWS)], ids=["alike", "last batch smaller"])
@@ -120,6 +121,7 @@ def test_state_goes_on_with_its_gradient(make: Callable[[], nn.Module], whole: b
     assert all(map(torch.equal, expected, found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "share"), [(Neurons, 0.7), (Cell, 0.95)])
 def test_a_sequence_has_the_peak_that_was_planned(make: Callable[[], nn.Module], share: float) -> None:
     expected, eager_bytes = trained(made(make, True), (128,) * 4)
@@ -155,6 +157,7 @@ def test_state_goes_on_without_a_gradient() -> None:
     assert optimized.fxmem.plans.asked.num_planned == 1
 
 
+@pytest.mark.slow
 def test_calls_outside_of_training_read_the_same_state() -> None:
     model = made(Neurons, False)
     optimized = fxmem.optimize(copy.deepcopy(model), planner="chen", cost="cpu")

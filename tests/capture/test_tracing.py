@@ -87,6 +87,7 @@ def test_transformers_35622_fx_symbolic_trace_refuses_loops_over_shapes() -> Non
         torch.fx.symbolic_trace(Shapes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_buffer_a_loss_is_reduced_in_is_counted(loss: Callable[..., Tensor], reduction: str) -> None:
@@ -129,6 +130,7 @@ def test_a_kernel_chosen_by_the_stride_of_a_single_element_is_chosen_again() -> 
     check(Mixing, torch.randn(2, 320, 1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 6, WIDTH), (1, 6, WIDTH), (4, 1, WIDTH)])
 def test_a_batch_norm_over_transposed_sequences(shape: tuple[int, ...]) -> None:
     class Sequences(nn.Module):
@@ -142,6 +144,7 @@ def test_a_batch_norm_over_transposed_sequences(shape: tuple[int, ...]) -> None:
     check(Sequences, torch.randn(shape), plans=HARD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_group_norm_over_what_attention_over_pixels_leaves(batch: int) -> None:
     # As in the middle of a variational autoencoder. With a batch of 1 its layout is told by the stride of one element.

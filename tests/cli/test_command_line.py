@@ -181,6 +181,7 @@ def test_formats_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in "".join(answers.values())
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_the_budget_or_says_what_is_least(capsys: pytest.CaptureFixture[str]) -> None:
     eager = json.loads(run(f"estimate {CALL} --format json", capsys)[1])["peak_bytes"]
     status, out, _ = run(f"plan {CALL} --budget {eager - 400_000} --format json --plan-seconds 2", capsys)

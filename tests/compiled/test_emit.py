@@ -38,6 +38,7 @@ def random_plan(profile: GraphProfile, draw: random.Random) -> Plan:
     return Plan("random", tuple(limits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", representatives(range(100), 0, 1, 2, quick=(3,)))
 def test_outputs_and_gradients_are_those_of_keeping_all(seed: int) -> None:
     found: list[tuple[GraphPlanner, int]] = []

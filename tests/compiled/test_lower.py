@@ -55,6 +55,7 @@ def test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_comp
     assert calls == []
 
 
+@pytest.mark.slow
 def test_a_backward_writes_over_saved_tensors_that_are_said_to_be_donated() -> None:
     codes: list[str] = []
 

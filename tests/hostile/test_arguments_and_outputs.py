@@ -45,6 +45,7 @@ def structured() -> nn.Module:
     return Structured()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [

@@ -193,6 +193,7 @@ QUICK = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", representatives(EXACT, *EXACT, quick=QUICK))
 def test_trains_to_the_same_bits_under_every_plan(name: str) -> None:
     body, *makers = EXACT[name]

@@ -116,6 +116,7 @@ def custom_op(m: Any, x: Tensor) -> Tensor:
     return cube(x * m.scale).tanh()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [custom_functions, custom_function_in_place, custom_function_in_no_grad_and_autocast, hook_in_forward, custom_op],
@@ -248,6 +249,7 @@ def test_hooks_run_as_often_as_in_eager_mode_and_on_real_tensors(hook: Hook, whe
         assert same_bits(a, b) if isinstance(a, Tensor) else a == b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", [forward_hook_that_changes, forward_pre_hook, full_backward_hook_that_changes])
 def test_models_with_hooks_train_to_the_same_bits_under_every_plan(hook: Hook) -> None:
     def build() -> nn.Module:

@@ -68,6 +68,7 @@ class WritesTensor(nn.Module):
         return y * count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(
     "write", [lambda c, y: c.add_(1.0), lambda c, y: c.copy_(y.mean(0)), lambda c, y: c[:2].mul_(0.9)]
@@ -123,6 +124,7 @@ class Unsteady(nn.Module):
         return self.way(self, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", [fills_a_buffer, makes_a_part, makes_a_parameter, loses_a_part, takes_turns, turns_parameters]
 )

@@ -31,6 +31,7 @@ def uses_numpy(m: Any, x: Tensor) -> Tensor:
     return x * torch.from_numpy(x.detach().numpy().copy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [branches_on_a_value, shape_from_a_value, uses_numpy])
 def test_control_flow_on_values_is_refused(body: Body) -> None:
     with pytest.raises(fxmem.FxMemError, match=r"Model could not be captured|could not run on fake"):

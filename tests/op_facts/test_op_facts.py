@@ -100,6 +100,7 @@ def is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
+@pytest.mark.slow
 def test_no_other_place_decides_by_the_name_of_an_op() -> None:
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "op_facts"]
     assert len(paths) > 50

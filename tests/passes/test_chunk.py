@@ -96,6 +96,7 @@ def check_pieces(model: nn.Module, inputs: tuple[torch.Tensor, ...], num_heads: 
             assert (found - right).abs().max() <= 1e-12 * right.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_heads_in_pieces_have_eagers_gradients(loss: Callable[..., torch.Tensor], bias: bool) -> None:
@@ -132,6 +133,7 @@ class Conv1DMlp(nn.Module):
         return torch.addmm(self.down_bias, y.view(-1, 32), self.down).view(x.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build", [lambda: Gated(False), lambda: Gated(True), Conv1DMlp], ids=["gated", "gated, fused", "addmm"]
 )

@@ -44,6 +44,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).flatten(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -69,6 +70,7 @@ def test_a_probability_whose_inverse_overflows_gives_the_same_bits() -> None:
     assert same_bits(drawn(torch.ops.aten.dropout), drawn(byte_dropout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -149,6 +151,7 @@ def test_an_attention_with_rows_that_are_masked_out_has_the_same_bits() -> None:
     assert [node.op for node in lean.nodes if "softmax" in node.op] == ["safe_softmax"]
 
 
+@pytest.mark.slow
 def test_what_an_attention_makes_of_its_scores_is_made_anew_without_drawing_its_mask_anew() -> None:
     x = torch.randn(2, 64, 8)
     checked = check(lambda: Attention(dropout_p=0.2), x, plans=PLANS)
@@ -279,6 +282,7 @@ def test_encoder_layers_give_the_same_bits() -> None:
     assert any("saving less" in plan for plan in checked.peaks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", representatives([nn.LSTM, nn.GRU, nn.RNN], nn.RNN, quick=[nn.LSTM]))
 def test_recurrent_layers_stay_whole(kind: Any) -> None:
     exact_peak = kind is not nn.LSTM  # its biases share a gradient, whose copies the simulation counts too late
@@ -320,6 +324,7 @@ def test_a_call_that_the_policy_speaks_of_stays_as_it_is(where: Any) -> None:
     assert "masked_dropout" not in optimized.graph_module.code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drop", [nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout(1.0)]
 )

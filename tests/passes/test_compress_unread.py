@@ -63,6 +63,7 @@ UNREAD = {
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNREAD)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
@@ -108,6 +109,7 @@ def test_convolutions_that_learn_stay_as_they_are(learning: str) -> None:
     assert not any("saving less" in plan for plan in checked.peaks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "is_left"), [(4096, True), (16, False)])
 def test_what_is_worth_little_is_left(width: int, is_left: bool) -> None:
     model = nn.Sequential(
@@ -119,6 +121,7 @@ def test_what_is_worth_little_is_left(width: int, is_left: bool) -> None:
     assert any("not saved" in note for note in notes) != is_left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [nn.AvgPool2d(2), nn.MaxPool2d(2), nn.ReflectionPad2d(1), frozen(nn.Conv2d(4, 4, 3))])
 def test_gradients_of_gradients_and_batched_ones_are_the_same(op: nn.Module) -> None:
     model = nn.Sequential(

@@ -76,6 +76,7 @@ class FrozenNorms(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("memory_format", "affine", "autocast"),
     diagonal([torch.contiguous_format, torch.channels_last], [True, False], [None, torch.bfloat16]),
@@ -147,6 +148,7 @@ def clipping_trained(model: nn.Module, forward: nn.Module) -> tuple[Tensor | Non
     return grad.detach(), x.grad, *(p.grad for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [in_relu6, in_hardtanh, in_a_view, F.relu6, F.hardtanh])
 def test_clipping_that_reads_its_result_in_the_backward_gives_the_same_bits(clip: Any) -> None:
     eager, model = Clipped(clip), Clipped(clip)

@@ -77,6 +77,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, torch.float32) for name in CONVOLUTIONS), ("2d", torch.float64), ("2d", torch.bfloat16)],
@@ -125,6 +126,7 @@ def test_the_backward_of_a_split_convolution_holds_two_maps_not_three() -> None:
     assert nbytes - 2000 < eager - lean <= nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "dtype", "in_place"),
     [
@@ -151,6 +153,7 @@ POOLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POOLS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_relu_before_a_max_pooling_saves_nothing_of_its_own(name: str, in_place: bool) -> None:
@@ -173,6 +176,7 @@ MORE_POOLS = {**POOLS, "1d": nn.MaxPool1d(3, 2), "3d": nn.MaxPool3d(2, 1)}
 DIMENSIONS = {"1d": 1, "3d": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_POOLS)
 @pytest.mark.parametrize("after_relu", [False, True])
 def test_a_max_pooling_saves_its_indices_in_two_bytes(name: str, after_relu: bool) -> None:
@@ -357,7 +361,6 @@ def test_a_switch_leaves_calls_as_they_are() -> None:
     assert notes(compress_saved=False) == []
 
 
-@pytest.mark.slow
 def test_vgg_of_torchvision_is_bitwise_and_measured_as_predicted_at_its_floor() -> None:
     torch.manual_seed(0)
     model = import_torchvision().models.vgg11(weights=None, num_classes=10).eval()

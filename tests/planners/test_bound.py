@@ -23,6 +23,7 @@ def bounds(profile: GraphProfile, points: tuple[FrontierPoint, ...]) -> list[flo
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_no_plan_of_a_random_graph_is_below_the_bound(seed: int) -> None:
     profile = random_dag(seed, 7, reach=3)
@@ -36,6 +37,7 @@ def test_no_plan_of_a_random_graph_is_below_the_bound(seed: int) -> None:
         assert relaxation.known(point.peak_bytes) <= point.recompute_seconds + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_search")
 @pytest.mark.parametrize(
     "profile",

@@ -104,6 +104,7 @@ def test_auto_is_at_least_as_good_as_every_other_planner(graph: str) -> None:
             assert best_seconds(auto, point.peak_bytes) <= point.recompute_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_search")
 @pytest.mark.parametrize("seed", range(8))
 def test_auto_is_close_to_brute_force_on_random_graphs(seed: int) -> None:
@@ -131,6 +132,7 @@ def test_chen_reaches_the_square_root_of_a_long_chain() -> None:
     assert floor_bytes <= 3 * 400**0.5
 
 
+@pytest.mark.slow
 def test_chen_recursion_goes_below_the_square_root() -> None:
     profile = chain(2048)
     floor = PLANNERS["chen"](profile, seconds=60.0)[-1]

@@ -81,6 +81,7 @@ def test_frontiers_of_models_are_sound_and_monotone(name: str) -> None:
     check_frontier(graph_of(name), PLANNERS["auto"](graph_of(name), seconds=120.0))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(2, 30), st.integers(1, 8))
 def test_fuzz_frontiers_of_random_graphs_are_sound_and_monotone(seed: int, num_ops: int, reach: int) -> None:
     graph = random_dag(seed, num_ops, reach=reach)

@@ -30,6 +30,7 @@ def test_the_bound_is_below_every_plan_of_a_random_graph(seed: int) -> None:
         assert optimum(profile, point.peak_bytes, seconds=20.0).bound_seconds <= point.recompute_seconds + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_search")
 @pytest.mark.parametrize("profile", [residual_blocks(2), hourglass(2)], ids=["blocks", "hourglass"])
 def test_auto_is_within_a_tenth_of_the_bound(profile) -> None:

@@ -130,6 +130,7 @@ def test_a_budget_of_b_mib_on_the_chain_saves_b_mib_and_redoes_the_other_matmuls
         assert (saved, redone, len(plan.dropped)) == (b, 0, 10 - b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("b", range(3))
 def test_saving_less_than_three_matrices_of_the_chain_saves_b_mib_but_no_peak(b: int) -> None:
     profiled, inputs = profiled_chain(pointwise_seconds=0)

@@ -126,6 +126,7 @@ def test_op_names() -> None:
 # -- the check ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_every_plan_of_every_planner_passes_the_check(seed: int) -> None:
     graph = random_dag(seed, 16)
@@ -260,6 +261,7 @@ def test_the_frontier_falls_from_keeping_everything_and_budgets_are_met() -> Non
     assert 0.0 <= optimized.report.gap_ratio <= middle.overhead_ratio + 1e-9
 
 
+@pytest.mark.slow
 def test_a_frontier_is_drawn_as_the_staircase_it_is() -> None:
     pytest.importorskip("matplotlib")
     model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(16, 16), nn.Tanh())))

@@ -61,6 +61,7 @@ def test_seconds_are_the_same_in_whatever_order_they_are_added() -> None:
     assert sum(tables.seconds) == pytest.approx(sum(r.seconds for r in recipes), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [residual_blocks(40, grad_bytes=1), hourglass(12)], ids=["blocks", "hourglass"])
 def test_neighbours_of_a_plan_live_through_few_ticks(profile: GraphProfile) -> None:
     points = PLANNERS["intervals"](profile, seconds=60.0)

@@ -36,6 +36,7 @@ def planned(graph_profile: GraphProfile) -> Planned:
     return Planned(graph_profile, PLANNERS["intervals"](graph_profile, seconds=10.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [residual_blocks, hourglass], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("width", [48, 60, 70, 96])
 def test_what_is_taken_over_fits_and_is_about_as_good_as_planned_anew(make: Any, width: int) -> None:
@@ -62,6 +63,7 @@ def test_nothing_is_taken_over_where_no_earlier_plan_fits() -> None:
     assert taken_over(other, [earlier], (), earlier.points[0].peak_bytes) == ()
 
 
+@pytest.mark.slow
 def test_a_dear_plan_is_not_taken_over() -> None:
     best, other = planned(residual_blocks(4, width=64)), residual_blocks(4, width=63)
     dear = dataclasses.replace(best, points=best.points[-1:])  # that of the least peak
@@ -204,6 +206,7 @@ def test_a_report_of_a_plan_taken_over_plans_when_its_floor_is_asked_for_only(mo
     assert plannings.count == count + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", representatives(["save", "recompute"], "save", quick=["recompute"]))
 def test_a_policy_holds_for_plans_taken_over(action: Any) -> None:
     budget = budget_for(64, 0.7)
@@ -232,6 +235,7 @@ def test_no_batch_is_held_once_its_step_is_over(share: float) -> None:
         assert held() is None
 
 
+@pytest.mark.slow
 def test_what_a_user_froze_stays_so() -> None:
     optimized = fxmem.optimize(Texts(), planner="mincut", optimizer=None)
     gc.freeze()

@@ -23,6 +23,7 @@ def judged(profile: GraphProfile, plan: Plan) -> FrontierPoint:
     return FrontierPoint(plan, timeline.peak_bytes, timeline.recompute_seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [residual_blocks(12), hourglass(5)], ids=["blocks", "hourglass"])
 def test_splicing_finds_plans_between_keeping_and_dropping_everything(profile: GraphProfile) -> None:
     points = pareto(judged(profile, make(profile)) for make in (keep_all, drop_all))
@@ -34,6 +35,7 @@ def test_splicing_finds_plans_between_keeping_and_dropping_everything(profile: G
     assert min(least) < 0.9 * points[-1].recompute_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [residual_blocks(12), hourglass(5)], ids=["blocks", "hourglass"])
 def test_what_one_search_has_tried_the_next_one_does_not_run_again(
     profile: GraphProfile, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +121,7 @@ def test_the_area_below_a_staircase_is_that_of_its_steps() -> None:
     assert portfolio._area(points[:1], points[:1]) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [residual_blocks(12), hourglass(8)], ids=["blocks", "hourglass"])
 def test_improving_and_splicing_in_turn_goes_on_as_long_as_it_helps(
     profile: GraphProfile, monkeypatch: pytest.MonkeyPatch

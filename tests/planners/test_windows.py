@@ -59,6 +59,7 @@ def _ends(profile: GraphProfile) -> tuple[FrontierPoint, ...]:
     return pareto(judge(profile, "ends", make(profile).limits) for make in (keep_all, drop_all))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [residual_blocks(6), hourglass(4)], ids=["blocks", "hourglass"])
 def test_windows_make_plans_cheaper_and_are_judged(profile: GraphProfile) -> None:
     points = _ends(profile)
@@ -71,6 +72,7 @@ def test_windows_make_plans_cheaper_and_are_judged(profile: GraphProfile) -> Non
     assert search_neighbourhoods(profile, points, num_windows=6, clock=Clock(60.0)) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [residual_blocks(6), hourglass(4)], ids=["blocks", "hourglass"])
 def test_windows_for_one_budget_make_its_plan_cheaper(profile: GraphProfile) -> None:
     most, least = _ends(profile)

@@ -52,6 +52,7 @@ def looked_at(case: AttentionCase) -> tuple[Any, Any]:
         return call_of(q, k, v, mask, case.dropout, case.causal, case.grouped), settings()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", RECORDED["choices"])
 def test_the_kernel_is_the_one_that_torch_chose(device: str) -> None:
     capability, recorded = device_named(device).capability, RECORDED["choices"][device]
@@ -63,6 +64,7 @@ def test_the_kernel_is_the_one_that_torch_chose(device: str) -> None:
         assert not wrong, [(name_of(calls()[block][i][0]), found[i], letters[i]) for i in wrong[:5]]
 
 
+@pytest.mark.slow
 def test_capabilities_that_share_a_column_of_the_table_choose_alike() -> None:
     chosen = RECORDED["choices"]
     assert chosen["a10g"] == chosen["l4"]
@@ -92,6 +94,7 @@ def forward_only(case: AttentionCase, trace: list[str]) -> bool:
     return grouped and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", RECORDED["traces"])
 def test_fakes_dispatch_what_torch_did_forward_and_backward(device: str) -> None:
     recorded, lines = RECORDED["traces"][device], RECORDED["lines"]
@@ -105,6 +108,7 @@ def test_fakes_dispatch_what_torch_did_forward_and_backward(device: str) -> None
         assert found == wanted, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", RECORDED["modules"])
 def test_modules_with_attention_dispatch_what_torch_did(device: str) -> None:
     recorded, lines = RECORDED["modules"][device], RECORDED["lines"]

@@ -241,6 +241,7 @@ class Unreached(nn.Module):
         return (self.used(x) * self.detached(x).detach()).relu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_what_the_backward_does_not_reach_has_neither_gradient_nor_optimizer_state(accumulate: bool) -> None:
     model, x = Unreached().train(), torch.randn(4, 64)

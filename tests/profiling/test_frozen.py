@@ -28,6 +28,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [(), ("weight",), ("bias",)], ids=["neither", "bias", "weight"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_norms_of_what_needs_no_gradient(norm: str, names: tuple[str, ...]) -> None:
@@ -40,6 +41,7 @@ def test_norms_of_what_needs_no_gradient(norm: str, names: tuple[str, ...]) -> N
     check(build, torch.randn(2, 3, 16, 16), plans=PLANS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [nn.Conv2d, nn.ConvTranspose2d])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize(("size", "groups"), diagonal([(2, 4, 12, 12), (1, 4, 6, 6)], [1, 4]))
@@ -67,6 +69,7 @@ def test_transposed_convolutions_that_make_less_than_they_take(channels: int, dt
     check(lambda: nn.Sequential(convolution, nn.SiLU()).to(dtype), x, plans=PLANS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learning", [False, True])
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_running_statistics_of_another_dtype_choose_the_kernel(norm: type[nn.Module], learning: bool) -> None:

@@ -112,6 +112,7 @@ def test_a_step_that_launches_bound_runs_fewer_ops_again() -> None:
     assert dropped_first(priced_by_bound(graph, 100 * US)) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "batch", "bound"), [(64, 32, "host"), (2048, 16384, "device")])
 def test_a_report_says_which_of_the_two_bounds_the_step(width: int, batch: int, bound: str) -> None:
     with torch.device("meta"):

@@ -73,6 +73,7 @@ def test_ops_on_two_operands_with_expanded_dimensions_and_of_one_element(
         assert real.stride() == fake.stride()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["batch", "group", "layer"])
 @pytest.mark.parametrize("sizes", [(1, 4, 3, 3), (2, 4, 3, 3), (2, 4, 1, 3), (2, 4, 5, 1), (2, 3, 4)])
 def test_norms_and_their_gradients(norm: str, sizes: tuple[int, ...]) -> None:

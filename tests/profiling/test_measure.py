@@ -115,6 +115,7 @@ def test_an_op_that_does_not_run_on_made_up_values_keeps_its_estimate(monkeypatc
     assert with_measured_times(profiled, cache=False).profile == profiled.profile
 
 
+@pytest.mark.slow
 def test_optimize_measures_unless_told_otherwise(monkeypatch) -> None:
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)), torch.randn(64, 32)
     measured = []

@@ -42,6 +42,7 @@ def test_an_optimizer_that_cannot_be_stepped_is_refused_by_name(optimizer: str, 
         fxmem.optimize(nn.Linear(8, 8), torch.randn(4, 8), optimizer=optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "match"),
     [

@@ -244,6 +244,7 @@ def blocks(dropout: float = 0.1) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(dropout)) for _ in range(4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget_of", ["allocated", "reserved"])
 def test_the_floor_that_an_estimate_names_can_be_kept_and_no_less(budget_of: str) -> None:
     model, x, options = (
@@ -266,6 +267,7 @@ def test_the_floor_that_an_estimate_names_can_be_kept_and_no_less(budget_of: str
     fxmem.optimize(model, x, plan_for="h100", budget=refused.value.least_bytes, **options)
 
 
+@pytest.mark.slow
 def test_plans_leave_slack_to_programs_where_a_budget_has_it() -> None:
     model, x, options = blocks(), torch.randn(4096, 256), {"optimizer": "sgd", "planner": "chen"}
     estimate = fxmem.estimate(model, x, device="cuda:h100", **options)
@@ -312,6 +314,7 @@ def test_planning_for_a_gpu_leaves_no_fakes_and_a_call_plans_for_where_it_is() -
     assert all(p.grad is not None and p.grad.device.type == "cpu" for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_the_largest_batch_on_a_gpu_is_that_whose_allocated_bytes_fit() -> None:
     model, options = blocks(0.0), {"device": "cuda:h100", "optimizer": "sgd", "plan_seconds": 1}
     budget = 96 * MIB

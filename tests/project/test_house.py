@@ -29,6 +29,7 @@ def test_no_file_is_longer_than_a_sitting() -> None:
     assert {path: n for path, n in lengths.items() if n > MOST_LINES} == {}
 
 
+@pytest.mark.slow
 def test_no_function_is_longer_than_a_screen() -> None:
     lengths = {f"{path.relative_to(ROOT)}:{name}": n for path in sources() for name, n in functions_of(path)}
     assert {name: n for name, n in lengths.items() if n > MOST_OF_A_FUNCTION} == {}

@@ -31,6 +31,7 @@ def test_every_point_has_a_source_a_figure_and_a_step() -> None:
         assert (point.image is None) != (point.length is None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "band"),
     [("gpt-124m bf16, PyTorch's attention", 0.01), ("vit_l_16 batch 64 fp32", 0.01)],

@@ -40,6 +40,7 @@ def test_the_timelines_peak_at_the_planned_and_the_eager_peak(report: fxmem.Repo
     assert not any(recompute for _, _, recompute in curve_of(report.eager_timeline))
 
 
+@pytest.mark.slow
 def test_a_timeline_runs_forward_in_time_through_all_phases(report: fxmem.Report) -> None:
     times = [t for t, _, _ in curve_of(report.timeline)]
     assert times == sorted(times)

@@ -76,6 +76,7 @@ def test_the_first_call_may_be_inside_a_region_with_casts_at_hand() -> None:
     assert all(same_bits(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_plan_made_in_a_region_is_that_made_before_it() -> None:
     # Casts of an inner region live as long as the outer one: those of a step on fakes would be there in its backward.
     def optimized(budget: int, *example: Tensor) -> fxmem.FxMemModule:

@@ -23,6 +23,7 @@ def test_second_backward_through_a_retained_graph() -> None:
     assert_both_do(action)
 
 
+@pytest.mark.slow
 def test_second_backward_without_retaining_raises_as_autograd_does() -> None:
     _, optimized, x = pair()
     loss = loss_of(optimized(x))
@@ -31,6 +32,7 @@ def test_second_backward_without_retaining_raises_as_autograd_does() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_double_backward_of_a_gradient_penalty() -> None:
     def action(model: nn.Module, x: Tensor) -> Tensor:
         loss = loss_of(model(x))
@@ -49,6 +51,7 @@ def test_double_backward_with_respect_to_weights() -> None:
     assert_both_do(action, Smooth)
 
 
+@pytest.mark.slow
 def test_grad_of_a_part() -> None:
     def action(model: nn.Module, x: Tensor) -> list[Tensor]:
         return list(torch.autograd.grad(loss_of(model(x)), [x, model.blocks[1].up.weight]))
@@ -56,6 +59,7 @@ def test_grad_of_a_part() -> None:
     assert_both_do(action)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", representatives(["hidden", "out"], "out", quick=["hidden"]))
 def test_backward_of_one_output_only(key: str) -> None:
     assert_both_do(lambda model, x: model(x)[key].sum().backward())
@@ -92,6 +96,7 @@ def test_model_applied_to_its_own_output() -> None:
     assert_both_do(lambda model, x: loss_of(model(model(x)["hidden"])).backward())
 
 
+@pytest.mark.slow
 def test_accumulating_over_micro_batches() -> None:
     def action(model: nn.Module, x: Tensor) -> None:
         for _ in range(4):
@@ -169,6 +174,7 @@ def test_forward_and_backward_in_two_threads_at_once() -> None:
         assert all(same_bits(a, b) for a, b in zip(expected[i], found[i], strict=True))
 
 
+@pytest.mark.slow
 def test_hooks_on_parameters_and_outputs() -> None:
     def action(model: nn.Module, x: Tensor) -> list[Tensor]:
         seen: list[Tensor] = []
@@ -193,6 +199,7 @@ def test_hooks_on_the_optimized_module_itself() -> None:
     assert calls == ["before", "after"]
 
 
+@pytest.mark.slow
 def test_outer_saved_tensor_hooks_see_what_is_not_dropped_and_change_nothing() -> None:
     def action(model: nn.Module, x: Tensor) -> None:
         with torch.autograd.graph.save_on_cpu():

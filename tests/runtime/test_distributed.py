@@ -126,6 +126,7 @@ def test_one_process() -> None:
     check_both_kinds({"gradient_as_bucket_view": True}, {}, {"find_unused_parameters": True})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_optimized_parts_of_a_model() -> None:
     assert_trains_alike(DistributedDataParallel(build()), DistributedDataParallel(optimized_blocks()))
@@ -137,6 +138,7 @@ def test_two_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(in_one_of_two_processes, (f"{tmp_path}/store",), nprocs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_a_whole_model_optimized_then_sharded() -> None:
     mesh = init_device_mesh("cpu", (1,))

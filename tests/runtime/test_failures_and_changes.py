@@ -100,6 +100,7 @@ def test_an_error_midway_leaves_hooks_and_generator_clean(countdown: int, error:
     assert all(same_bits(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.slow
 def test_a_failed_backward_may_be_repeated_on_a_retained_graph() -> None:
     eager, optimized, x = pair()
     for model in (eager, optimized):
@@ -115,6 +116,7 @@ def test_a_failed_backward_may_be_repeated_on_a_retained_graph() -> None:
 # -- in-place writes that autograd reports -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_parameter_changed_between_forward_and_backward_is_reported() -> None:
     _, optimized, x = pair()
     loss = loss_of(optimized(x))

@@ -106,6 +106,7 @@ class Routed(nn.Module):
         return x + torch.bmm(x[:, None], self.experts[chosen])[:, 0].relu() * weight[:, None]
 
 
+@pytest.mark.slow
 def test_torchtitan_1117_routing_is_that_of_the_forward() -> None:
     check(stack(*[Routed] * 3), batch(), plans=HARD)
 

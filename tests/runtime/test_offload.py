@@ -165,6 +165,7 @@ def test_a_plan_of_all_three_choices_is_within_the_budget_and_says_what_it_offlo
     assert all(same_bits(a, b) for a, b in zip(left, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_track_counts_the_device_without_the_copies(offloading: tuple[OptimizedModule, Tensor]) -> None:
     optimized, x = offloading
     with fxmem.track(optimized, x) as memory:
@@ -208,6 +209,7 @@ def in_another_thread(model: nn.Module, x: Tensor) -> None:
     thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "action",
     representatives(

@@ -77,6 +77,7 @@ def several(output: tuple[Tensor, Tensor]) -> None:
     output[1].sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [retained, twice, several])
 def test_a_retained_graph_keeps_the_saving(backward: Callable[[tuple[Tensor, Tensor]], None]) -> None:
     eager, optimized, x = chain()
@@ -98,6 +99,7 @@ def test_nothing_that_can_be_recomputed_is_held_after_a_retained_backward() -> N
         assert memory.events[-1].live_bytes == memory.events[before - 1].live_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_each_value_is_recomputed_as_often_as_where_the_graph_is_let_go(num_before: int) -> None:
     """``num_before``: steps before; after some of them, steps run as programs."""

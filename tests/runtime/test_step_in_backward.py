@@ -56,6 +56,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 20) 
         scheduler.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_weights_and_state_are_eagers_after_twenty_steps(make: Make) -> None:
     eager, model = build(), build()
@@ -111,6 +112,7 @@ def test_all_but_one_of_eight_gradients_leave_the_peak_to_the_byte() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_report_says_what_it_brought() -> None:
     model = build()
     (note,) = (n for n in optimized(model).fxmem.report.notes if n.startswith("optimizer_in_backward"))
@@ -182,6 +184,7 @@ def test_optimizers_that_mix_parameters_are_refused() -> None:
         check_steps_alone(make(build().parameters()))
 
 
+@pytest.mark.slow
 def test_restored_models_and_copies_step_as_they_should() -> None:
     model = build()
     module = optimized(model, sgd)
@@ -195,6 +198,7 @@ def test_restored_models_and_copies_step_as_they_should() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_parameters_are_stepped_by_one_optimizer() -> None:
     model = build()
     with pytest.raises(fxmem.InfeasibleBudgetError) as refused:

@@ -28,6 +28,7 @@ def _no_model_of_an_earlier_test() -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(patches.PATCHES))
 def test_a_patch_has_its_effect_and_is_needed(name: str) -> None:
     assert name in CANARIES, f"the patch {name} has no canary in {Path(__file__).name}"

@@ -137,6 +137,7 @@ CLEAN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", CLEAN, ids=lambda run: run.__name__)
 def test_a_clean_loop_hears_nothing_in_200_steps(run: Callable[[Loop], None]) -> None:
     with fxmem.watch_graphs() as watch:
