@@ -8,7 +8,8 @@ NOTE [Monotone budgets]
 2. A candidate fits a budget where neither its lowered step takes more, nor its plan as the planner sees it, less what the
    planner sees too much where all is kept. The second is known without lowering, and is of no budget's doing either.
    Of the deepest one only what is lowered counts, so that nothing is refused that fits.
-3. Keeping all is tried first. Then the candidates are bisected for the cheapest that fits.
+3. Keeping all is tried first. Where it takes no more than the end of the step, which no plan changes, nothing takes less,
+   and a budget below that fits nothing. Else the candidates are bisected for the cheapest that fits.
 4. Of two budgets, what fits the lower fits the higher; up to the first candidate that tells them apart they are bisected
    alike, and from there on the higher one goes to cheaper candidates, the lower to dearer ones. So more bytes never cost
    more time, though peaks of lowered plans need not fall as the planner's do.
@@ -56,6 +57,8 @@ class Candidates:
 
     def cheapest_within(self, budget_bytes: float, run: Run) -> int | None:
         """Return the place of the candidate to take (NOTE [Monotone budgets]); None if none fits."""
+        if self.needed_bytes(0, run) > budget_bytes and self.runs[0].floor_bytes > budget_bytes:
+            return None
         place = self._bisected(budget_bytes, run)
         if place is not None:
             return place
@@ -64,6 +67,8 @@ class Candidates:
 
     def least_bytes(self, run: Run) -> int:
         """Return the least budget that :meth:`cheapest_within` finds a candidate for."""
+        if (needed_bytes := self.needed_bytes(0, run)) <= self.runs[0].floor_bytes:
+            return needed_bytes
         deeper = range(self._first_deeper(run), len(self.points))
         return self._least_needed(reversed(deeper), run)
 

@@ -40,6 +40,8 @@ class StepRun:
     """Alive after the backward: gradients, outputs, and all that is there for the whole step."""
     seconds: float
     """Estimated from bytes that kernels move and FLOPs of other ops."""
+    floor_bytes: int = 0
+    """What the end of the step takes, gradients and the optimizer's step: no plan changes that."""
 
 
 def run_step(parts: Partitioned, num_outputs: int, around: Surroundings, hardware: Hardware) -> StepRun:
@@ -100,7 +102,8 @@ class _Run:
             end + copied + around.held_in_backward_bytes,
             end + around.optimizer_bytes,
         )
-        return StepRun(peak, fixed + forward_peak, fixed + saved, fixed + backward_peak, fixed + end, self._seconds)
+        peaks = fixed + forward_peak, fixed + saved, fixed + backward_peak, fixed + end
+        return StepRun(peak, *peaks, self._seconds, fixed + end + around.optimizer_bytes)
 
     def _donated(self) -> list[int]:
         """Return the places of saved tensors that share no memory with inputs, outputs or gradients: AOTAutograd lets the

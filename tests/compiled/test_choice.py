@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +51,18 @@ def test_at_most_six_are_lowered_where_one_of_these_fits(peaks: list[int], budge
     peaks = sorted(peaks, reverse=True)
     if budget >= peaks[-1]:
         assert place_of(peaks, budget)[1] <= 6
+
+
+def test_a_budget_below_the_end_of_the_step_costs_one_lowering() -> None:
+    """No plan changes what gradients and the optimizer take."""
+    tried = candidates(NUM_CANDIDATES)
+
+    def run(_: FrontierPoint) -> StepRun:
+        return replace(run_of(40), floor_bytes=40)
+
+    assert tried.cheapest_within(39, run) is None
+    assert tried.least_bytes(run) == 40
+    assert len(tried.runs) == 1
 
 
 def test_what_bisecting_misses_is_found() -> None:
