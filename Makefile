@@ -1,6 +1,6 @@
 # Everything runs in a virtual environment of its own. A machine needs python3 (>= 3.11) and make, nothing else.
 #   make demo     what fxmem does, on a real model
-#   make quick    lint, types and the quick tests: four minutes on 2 cores
+#   make quick    lint, types and the quick tests: two minutes on 2 cores
 #   make test     the same with the slow ones, what CI runs: 10 to 20 minutes on 2 cores
 # Another interpreter:  make test PYTHON=python3.12        Another environment:  make test VENV=/tmp/venv
 # More pytest options:  make test PYTEST_ARGS="-k dropout"
