@@ -31,6 +31,9 @@ from fxmem.planners.pareto import cheapest_within
 NUM_CANDIDATES = 32
 """So that a budget takes one lowering if all fits, else at most six, or more where bisecting finds none."""
 
+NEAR = 1.002
+"""Times the end of the step: where keeping all takes no more, no deeper plan is lowered to find a lesser budget to name."""
+
 Run = Callable[[FrontierPoint], StepRun]
 """Lowers a plan and runs it on fakes."""
 
@@ -66,8 +69,8 @@ class Candidates:
         return next((i for i in deeper if self._fits(i, budget_bytes, run)), None)
 
     def least_bytes(self, run: Run) -> int:
-        """Return the least budget that :meth:`cheapest_within` finds a candidate for."""
-        if (needed_bytes := self.needed_bytes(0, run)) <= self.runs[0].floor_bytes:
+        """Return the least budget that :meth:`cheapest_within` finds a candidate for, or one at most :data:`NEAR` it."""
+        if (needed_bytes := self.needed_bytes(0, run)) <= NEAR * self.runs[0].floor_bytes:
             return needed_bytes
         deeper = range(self._first_deeper(run), len(self.points))
         return self._least_needed(reversed(deeper), run)

@@ -58,10 +58,10 @@ def test_a_budget_below_the_end_of_the_step_costs_one_lowering() -> None:
     tried = candidates(NUM_CANDIDATES)
 
     def run(_: FrontierPoint) -> StepRun:
-        return replace(run_of(40), floor_bytes=40)
+        return replace(run_of(4004), floor_bytes=4000)
 
-    assert tried.cheapest_within(39, run) is None
-    assert tried.least_bytes(run) == 40
+    assert tried.cheapest_within(3999, run) is None
+    assert tried.least_bytes(run) == 4004
     assert len(tried.runs) == 1
 
 
