@@ -42,7 +42,8 @@ class Call:
     )
 
     def __init__(self, note: Callable[[Call], None], parameters: Sequence[torch.Tensor]) -> None:
-        """``note`` is told of each backward. ``parameters``: some that are asked whether they have a gradient."""
+        """``note`` is told of each backward. ``parameters``: some that are asked whether they have a gradient, and let go
+        of then: a graph may outlive what FSDP2 has gathered."""
         self._note, self.parameters = note, parameters
         self.begins_with_gradients = have_gradients(parameters)
         self.num_backwards = 0
@@ -113,7 +114,7 @@ class StepWatch:
         if backward != self._latest_backward and call.num_backwards == 1:
             self.adds_gradients |= are_there
             self.clears_gradients |= call.begins_with_gradients and not are_there
-        self._latest_backward = backward
+        self._latest_backward, call.parameters = backward, ()
         keeps_output = call.keeps_output or (self._knows_output and self.loop.keeps_output)
         self._knows_output = True
         backwards = max(self.loop.backwards, min(call.num_backwards, MOST_BACKWARDS))
