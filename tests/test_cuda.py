@@ -165,7 +165,8 @@ def test_steps_on_cuda_run_as_programs_inside_the_plan(present_bytes: int) -> No
 
 @pytest.mark.cuda
 def test_gradients_that_go_before_the_backward_wait_aside_while_a_step_is_written_down(present_bytes: int) -> None:
-    """They are the same tensors with the same bits after it, and no step goes over the budget, whose least is told."""
+    """They are the same tensors with the same bits after it, and no step takes more than is told, nor that than the
+    budget."""
     model, x = dropped_out(1024, 8), torch.randn(4096, 1024, device="cuda")  # an activation has 16 MiB, gradients 32
     optimizer, loop = torch.optim.AdamW(model.parameters()), fxmem.Loop(zero_grad_before_backward=True)
     optimized = fxmem.optimize(model, x, budget="60%", optimizer=optimizer, loop=loop, plan_seconds=1)
@@ -188,7 +189,8 @@ def test_gradients_that_go_before_the_backward_wait_aside_while_a_step_is_writte
         del loss
         peaks.append(torch.cuda.max_memory_allocated() - present_bytes)
     assert optimized.fxmem.runtime == "program"
-    assert 0.99 * optimized.fxmem.report.cuda.allocated_bytes < max(peaks) <= budget
+    told = optimized.fxmem.report.cuda.allocated_bytes
+    assert 0.99 * told < max(peaks) <= told <= budget
 
 
 @pytest.mark.cuda

@@ -143,7 +143,7 @@ class CompileCache:
         """
         captured: CaptureGraph | PartsGraph = compiled.captured
         if isinstance(captured, PartsGraph):
-            run = captured.run_call if captured.latest_calls else partial(self._first, compiled, inputs, autocast)
+            run = captured.run_call if captured.latest_calls else partial(self._first_run, compiled, inputs, autocast)
             return run(*call)
         if id(compiled) not in self._untried:
             return compiled.run(inputs.leaves, held_bytes)
@@ -166,7 +166,7 @@ class CompileCache:
         anew = self.make(inputs, autocast)
         return anew.captured.run_in_training(anew.graph_module, inputs.leaves)
 
-    def _first(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None, args: Any, kwargs: Any) -> Any:
+    def _first_run(self, compiled: Compiled, inputs: Inputs, autocast: Autocast | None, args: Any, kwargs: Any) -> Any:
         """As :meth:`run`, of a model in parts: what its own code changes in it makes no other kind of call from now on."""
         graph, before = cast(PartsGraph, compiled.captured), self.signature(inputs, autocast)
         with self._states.noting_changes():

@@ -146,7 +146,8 @@ class LoopPlans:
         """Note the outputs of a training call."""
         if self._is_bounded:
             parameters = self._some_parameters()
-            self._versions = sum(map(version_of, parameters))
+            if self._look_over is None:
+                self._versions = sum(map(version_of, parameters))
             call = self._watch.note(leaves, parameters)
             if self._loss_watch is not None and self._is_inside_another():
                 self._loss_watch = None  # what comes after is the rest of that model, not a loss
@@ -343,7 +344,10 @@ class LoopPlans:
 
     def _gradients_look_over(self) -> bool:
         """True if the optimizer has stepped since the call before, and gradients are no zeros: then they are those of the
-        step before, and ``zero_grad()`` is still to come. Looked at once, as it waits for the device."""
+        step before, and ``zero_grad()`` is still to come. Looked at once, as it waits for the device, and not where a CUDA
+        graph captures the step."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return False
         if self._look_over is None:
             parameters = self._some_parameters()
             stepped = self._versions is not None and sum(map(version_of, parameters)) != self._versions

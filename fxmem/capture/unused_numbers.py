@@ -17,15 +17,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 
 from fxmem.capture.graph import Inputs
 from fxmem.capture.guards import NUMBERS, constant
-from fxmem.fake.fake_tensors import FakeWorld, attributes_restored
+from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.modes import FewLooks, TooManyLooks
 from fxmem.fake.python_state import tensors_restored
 from fxmem.runtime.autocast import Autocast
@@ -63,20 +62,14 @@ for _name in (*_OF_OBJECTS.split(), "rtruediv", "floordiv", "rfloordiv", "pow", 
     setattr(Untouchable, f"__{_name}__", Untouchable.use)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    values: tuple[Any, ...]
-    """The leaves of the first call that were numbers, others None."""
-    unused: frozenset[int]
-
-
 class UnusedNumbers:
     """Knows, by kind of call, which numbers ``model`` makes no use of."""
 
     def __init__(self, model: torch.nn.Module, kind_of: Kind) -> None:
         """``kind_of`` is asked of calls without numbers."""
         self._model, self._kind_of = model, kind_of
-        self._known: dict[Any, _Known] = {}
+        self._unused: dict[Any, frozenset[int]] = {}
+        """By kind: places of those that are not used."""
         self._first: dict[Any, tuple[Any, ...]] = {}
         """By structure: the numbers of the first call."""
 
@@ -90,12 +83,11 @@ class UnusedNumbers:
         if all(constant(values[place]) == constant(first[place]) for place in places):
             return inputs
         kind = self._kind_of(_with(inputs, dict.fromkeys(places)), autocast)
-        if kind not in self._known:
-            self._known[kind] = _Known(first, self._unused(inputs, autocast, places))
-        known = self._known[kind]
-        return _with(inputs, {place: known.values[place] for place in known.unused})
+        if kind not in self._unused:
+            self._unused[kind] = self._look(inputs, autocast, places)
+        return _with(inputs, {place: first[place] for place in self._unused[kind]})
 
-    def _unused(self, inputs: Inputs, autocast: Autocast | None, places: list[int]) -> frozenset[int]:
+    def _look(self, inputs: Inputs, autocast: Autocast | None, places: list[int]) -> frozenset[int]:
         if self._runs_without(inputs, autocast, places):
             return frozenset(places)
         if len(places) == 1:
@@ -111,16 +103,7 @@ class UnusedNumbers:
         args, kwargs = _with(inputs, {**given, **dict(zip(places, marks, strict=True))}).call()
         marks.clear()
         region = nullcontext() if autocast is None else autocast.enter()
-        around = (
-            quiet(),
-            tensors_restored(model),
-            attributes_restored(model),
-            world.state_of(model),
-            world.active(model),
-        )
-        with ExitStack() as stack:
-            for context in (*around, region, FewLooks()):
-                stack.enter_context(context)
+        with quiet(), tensors_restored(model), world.state_of(model), world.active(model), region, FewLooks():
             try:
                 output = model(*args, **kwargs)
             except (Exception, TooManyLooks):

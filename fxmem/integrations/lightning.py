@@ -7,6 +7,7 @@ the loss; what it logs is logged. What the step has beside it is taken from the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,8 +17,6 @@ from fxmem.api.module import optimize_
 from fxmem.api.planned_class import FxMemModule
 from fxmem.errors import InputError
 from fxmem.profiling.training_step import Loop, TrainingStep
-
-METHODS = ("training_step",)
 
 
 class FxMemCallback(Callback):
@@ -43,7 +42,8 @@ class FxMemCallback(Callback):
                 "plan can be of the whole: optimize its networks in configure_model instead, "
                 "self.net = fxmem.optimize(self.net, ...)"
             )
-        self._ours = optimize_(pl_module, methods=METHODS, **{"loss_fn": loss_of, **self._options})
+        loss = {} if "step" in self._options else {"loss_fn": loss_of}
+        self._ours = optimize_(pl_module, methods=("training_step",), **{**loss, **self._options})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plan for the Trainer's step."""
@@ -59,7 +59,8 @@ class FxMemCallback(Callback):
             "loss_fn": loss_of,
             "loop": Loop(zero_grad_before_backward=not accumulates),
         }
-        given = {name: self._options[name] for name in options if name in self._options}
+        names = {field.name for field in fields(TrainingStep)}
+        given = {name: value for name, value in self._options.items() if name in names}
         return TrainingStep(**{**options, **given})
 
 
