@@ -94,7 +94,10 @@ def on_cuda(case: Case) -> tuple[nn.Module, Any, Any]:
     model = case.build().cuda()
     args, kwargs = case.inputs()
     batch = tuple(a.cuda() for a in args), {name: t.cuda() for name, t in kwargs.items()}
-    return model, batch, torch.amp.GradScaler("cuda") if case.scaled else None
+    scaler = torch.amp.GradScaler(
+        "cuda", init_scale=1.0
+    )  # a larger one leaves out first steps: no state of the optimizer
+    return model, batch, scaler if case.scaled else None
 
 
 def measured_step(

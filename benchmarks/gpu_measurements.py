@@ -34,11 +34,12 @@ from benchmarks.gpu_rows import DATA, Row, known_name, on_empty_device, row, sta
 from fxmem.api.budget import CONTEXT_BYTES
 from fxmem.devices import DEVICES
 from fxmem.profiling.caching_allocator import expandable_segments
+from fxmem.profiling.cudnn_workspace import workspace_bound
 from fxmem.profiling.device_memory import cublas_workspace_bytes
 from fxmem.profiling.training_step import run_step
 from tests.cuda_stub import probe_attention
 from tests.cuda_stub.op_cases import ROWS, cases
-from tests.cuda_stub.probe_ops import OpScratch, measure, rule_on
+from tests.cuda_stub.probe_ops import OpScratch, measure, record_of, rule_on
 
 Rows = Iterator[Row]
 MEASUREMENTS: dict[str, Callable[[], Rows]] = {"bits": bits}
@@ -207,29 +208,45 @@ def _largest(records: list[dict[str, Any]], wanted: str) -> tuple[int, int]:
     return rule, real
 
 
+CONVOLUTIONAL = ("resnet50", "unet", "vgg16", "densenet121", "convnext_tiny", "efficientnet_b0")
+MODES = {"": {}, ", deterministic": {"deterministic": True}, ", benchmark": {"benchmark": True}}
+"""Settings of ``torch.backends.cudnn.flags``."""
+
+
 @_measurement
 def convolutions() -> Rows:
-    """Largest scratch of a convolution, cuDNN's workspace in it, which no rule knows: benchmark, dtypes, layouts."""
-    warnings.simplefilter("ignore")
-    for benchmark, half, last, name in product(
-        (False, True), (False, True), (False, True), ("resnet50 fp32", "unet fp32", "vgg16 fp32")
-    ):
-        case, layout = CASES[name], torch.channels_last if last else torch.contiguous_format
+    """Scratch of each distinct call of a convolution, cuDNN's workspace in it: dtypes, layouts, settings."""
+    torch.autograd.set_multithreading_enabled(False)
+    for mode, half, last, name in product(MODES, (None, torch.bfloat16), (False, True), CONVOLUTIONAL):
+        layout = torch.channels_last if last else torch.contiguous_format
         on_empty_device()
-        torch.backends.cudnn.benchmark = benchmark
-        label = f"{name.split()[0]} {'fp16' if half else 'fp32'} {'NHWC' if last else 'NCHW'} benchmark={benchmark}"
+        label = f"{name} {'fp32' if half is None else 'bf16'} {'NHWC' if last else 'NCHW'}{mode}"
         try:
+            case = next(case for case in CASES.values() if case.name.startswith(name))
             model = case.model().cuda().to(memory_format=layout)  # type: ignore[call-overload]
             x = case.inputs()[0][0].cuda().to(memory_format=layout)
-            for step in range(2):  # in the first, benchmark tries algorithms
-                with OpScratch() as mode, torch.autocast("cuda", torch.float16, enabled=half):
-                    model(x).sum().backward()
-                for op in ("convolution.default", "convolution_backward"):
-                    rule, real = _largest(mode.records, op)
-                    yield row(f"{label} step {step}: {op.split('.')[0]}", rule, None, real)
+            with torch.backends.cudnn.flags(**{"allow_tf32": True, **MODES[mode]}):
+                for step in (
+                    ("first", "second") if "benchmark" in mode else ("only",)
+                ):  # benchmark tries algorithms first
+                    with OpScratch() as ran, torch.autocast("cuda", half or torch.float16, enabled=half is not None):
+                        model(x).sum().backward()
+                    yield from _calls(f"{label}, {step} step", ran.records)
         except Exception as error:
             yield row(label, real=f"{type(error).__name__}: {error}"[:120])
-        model = x = mode = None
+        model = x = ran = None
+
+
+def _calls(label: str, records: list[Row]) -> Rows:
+    """Yield a row for each distinct convolution, with its arguments."""
+    seen: dict[str, Row] = {json.dumps([r["op"], r["args"]], sort_keys=True): r for r in records}
+    for number, record in enumerate(r for r in seen.values() if "convolution" in r["op"]):
+        name = record["op"].split(".")[1]
+        bound = workspace_bound(name, {key: record_of(v) for key, v in record["args"].items()})
+        bound += rule_on(record, the_device()).transient_bytes
+        sides = "x".join(map(str, record["args"]["input"]["shape"]))
+        found = row(f"{label}: {number} {name} of {sides}", bound, None, record["scratch"], "a bound")
+        yield {**found, "args": record["args"]}
 
 
 @_measurement
@@ -263,9 +280,10 @@ def attention_kernels() -> Rows:
     """Of each block of calls, how many choose another kernel than was recorded, which is what fxmem predicts."""
     torch.autograd.set_multithreading_enabled(False)
     path = DATA / "attention_torch2.14.1.json"
-    recorded = json.loads(path.read_text())["choices"].get(known_name())
+    choices, capability = json.loads(path.read_text())["choices"], the_device().capability
+    recorded = next((rows for name, rows in choices.items() if DEVICES[name].capability == capability), None)
     if recorded is None:
-        yield row("choices", real=f"not recorded for {known_name()}")
+        yield row("choices", real=f"none recorded of capability {capability}")
         return
     probe_attention.choice(probe_attention.AttentionCase())
     for name, block in probe_attention.blocks().items():
@@ -281,7 +299,7 @@ def attention_kernels() -> Rows:
 def budgets() -> Rows:
     """Allocated peaks under two budgets, with AdamW."""
     for name in ("gpt2 fp32", "resnet50 fp32", "bert fp32", "llama bf16"):
-        for found in islice(under_budgets(CASES[name], {}), 2):
+        for found in islice(under_budgets(CASES[name], {"budget_of": "allocated"}), 2):
             label = f"{name}, budget at {found['share']:.0%} of the span: {found['budget']:,}"
             if "refused" in found:
                 yield row(label, real=found["refused"][:120])

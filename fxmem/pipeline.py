@@ -31,6 +31,7 @@ from fxmem.emitted import (
     with_budget,
 )
 from fxmem.errors import InfeasibleBudgetError
+from fxmem.fake.stand_in import stand_in
 from fxmem.frontiers import begin_in_background, found, frontier_of
 from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Phase, Plan
 from fxmem.passes import compress_saved, lean_backwards
@@ -259,6 +260,8 @@ def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
         device = device_measured(profiled)
         if device is not None and device.type == "cuda":
             launch_seconds = measured_launch_seconds(device)
+    if stand_in() is None and any(device.type == "cuda" for device in profiled.devices):
+        torch.cuda.empty_cache()  # of what was measured
     return replace(profiled, profile=priced_by_bound(profiled.profile, launch_seconds))
 
 

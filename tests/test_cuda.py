@@ -214,7 +214,7 @@ def test_an_optimizer_on_cuda_is_planned_with_its_multi_tensor_kernels(present_b
     for _ in range(2):
         with fxmem.track(model, optimizer, x) as memory:
             run_step(lambda: model(x), optimizer=optimizer)
-    assert abs(memory.peak_bytes - present_bytes - estimated.peak_bytes) < MIB
+    assert abs(memory.peak_bytes - present_bytes - estimated.peak_bytes) <= MIB
 
 
 @pytest.mark.cuda

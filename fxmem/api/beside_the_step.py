@@ -29,18 +29,18 @@ def evaluation_peak_bytes(
 
     Batch, output and loss are referred to until it is over.
     """
-    with _on_fakes(model, call, inputs, step) as (tracker, memory, forward, targets):
+    with _on_fakes(model, call, inputs, step) as (tracker, forward, targets):
         tracker.hold_bytes([state_bytes])
         with _in_eval_mode(model), tracker, torch.set_grad_enabled(not no_grad), _region(call):
             output = forward()
             _loss = loss_of([output], step.loss_on(targets))
-        return tracker.peak_bytes + sum(memory.workspaces(len(tracker.library_threads)))
+        return tracker.peak_bytes + sum(tracker.workspaces.values())
 
 
 def cyclic_bytes(model: torch.nn.Module, call: Call, inputs: Inputs, step: TrainingStep) -> int:
     """Return what is alive after forward, loss and backward of ``model`` for no reason but a cycle of references."""
     was_on = gc.isenabled()
-    with _on_fakes(model, call, inputs, step) as (tracker, _, forward, targets):
+    with _on_fakes(model, call, inputs, step) as (tracker, forward, targets):
         gc.collect()
         gc.disable()
         try:
@@ -59,7 +59,6 @@ class _Scene(NamedTuple):
 
     tracker: StorageTracker
     """It holds the model's state and the batch."""
-    memory: DeviceMemory
     forward: Callable[[], Any]
     """Calls the model."""
     targets: list[Any]
@@ -71,8 +70,7 @@ def _on_fakes(model: torch.nn.Module, call: Call, inputs: Inputs, step: Training
     world = FakeWorld(inputs.leaves)
     leaves = [world.fake_all(leaf) for leaf in inputs.leaves]
     parameters = [world.fake(p) for p in call.parameters]
-    memory = DeviceMemory.of(p.device for p in parameters)
-    tracker = StorageTracker(memory=memory)
+    tracker = StorageTracker(memory=DeviceMemory.of(p.device for p in parameters))
     state = [world.fake(t) for t in (*model.parameters(), *model.buffers())]
 
     def forward() -> Any:
@@ -84,7 +82,7 @@ def _on_fakes(model: torch.nn.Module, call: Call, inputs: Inputs, step: Training
         targets = step.targets.blank((*parameters, *leaves))
         tracker.hold(tensors_of((state, leaves, targets)))
         with world.state_of(model), ScalarReads():
-            yield _Scene(tracker, memory, forward, targets)
+            yield _Scene(tracker, forward, targets)
 
 
 @contextmanager

@@ -236,7 +236,7 @@ def answered(values: KnownValues) -> Iterator[None]:
     transformers asks whether a tensor is being traced before it looks at its values; here it hears that it is where they
     are not known.
     """
-    with tracing_answered_by(lambda tensor: not values.knows(tensor)), values:
+    with tracing_answered_by(lambda tensor: tensor is not None and not values.knows(tensor)), values:
         yield
 
 

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 from fxmem.api.module import optimize_
 from fxmem.api.planned_class import FxMemModule
 from fxmem.api.prepare import prepare as prepare_for_batches
-from fxmem.profiling.training_step import TrainingStep
+from fxmem.profiling.training_step import Loop, TrainingStep
 
 
 class FxMemCallback(TrainerCallback):
@@ -73,6 +73,7 @@ class FxMemCallback(TrainerCallback):
         return TrainingStep(
             optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate's is around the Trainer's
             accumulate=args.gradient_accumulation_steps > 1,
+            loop=Loop(keeps_output=False),  # compute_loss returns the loss alone
             **options,
         )
 

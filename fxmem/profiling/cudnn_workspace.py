@@ -1,23 +1,31 @@
-"""The most that cuDNN's convolutions are taken to need for a workspace: a bound by a stated rule, not a count.
+"""What cuDNN's convolutions take for a workspace: measured on the GPU of this machine, else a bound by a stated rule.
 
-In: an op's name and its arguments as plain data. Out: bytes. Which algorithm cuDNN takes is not known without the GPU, so
-the largest of the two kinds that its heuristics choose among is taken (cuDNN developer guide, convolution algorithms):
+In: an op and its arguments. Out: bytes. Which algorithm cuDNN takes is not known without the GPU. Where there is one, each
+call is made twice on tensors of its geometry (:func:`measured_workspace`), and what the allocator handed out the second
+time, beside results and known copies, is the workspace. Nothing waits for the device; a geometry is measured once. For
+another GPU, the larger of the two kinds that cuDNN's heuristics choose among is taken (:func:`workspace_bound`; cuDNN
+developer guide, convolution algorithms):
 
 - tensor-core and implicit GEMM kernels that want channels last: a copy of input, weight and result;
-- Winograd's transform F(4x4, 3x3), not fused, in fp32, of 3x3 kernels of stride 1: 36 numbers for each 4x4 tile of input
-  and result, and for each pair of channels (Lavin and Gray, 2016, section 4).
+- Winograd's transform F(4x4, 3x3), not fused, of 3x3 kernels of stride 1: 36 numbers for each 4x4 tile of input and result,
+  and for each pair of channels (Lavin and Gray, 2016, section 4).
 
-FFT kernels and ``torch.backends.cudnn.benchmark`` may take more: PyTorch lets them have whatever is free. Beside published
-peaks the rule is in ``benchmarks/published_memory.py``.
+FFT kernels and the trials of ``torch.backends.cudnn.benchmark`` may take more: PyTorch lets them have whatever is free.
+Beside published peaks the rule is in ``benchmarks/published_memory.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import torch
+
 from fxmem.profiling.cuda_reduction import ITEM_BYTES, TensorRecord
+from fxmem.torch_private import leaves_of, without_modes
+
+CONVOLUTIONS = ("convolution", "convolution_backward")
 
 TILE, TRANSFORMED = 4, 36
 """Side of a tile of Winograd's transform, and numbers that stand for it."""
@@ -28,7 +36,7 @@ def workspace_bound(op: str, args: Mapping[str, Any]) -> int:
 
     ``args``: by the names of the op's schema. A backward computes one gradient after the other: it needs what one does.
     """
-    if op not in ("convolution", "convolution_backward"):
+    if op not in CONVOLUTIONS:
         return 0
     x, weight = args["input"], args["weight"]
     if args["groups"] == x.shape[1] > 1:
@@ -41,11 +49,11 @@ def workspace_bound(op: str, args: Mapping[str, Any]) -> int:
 
 def _winograd_bytes(x: TensorRecord, weight: TensorRecord, result: Sequence[int], args: Mapping[str, Any]) -> int:
     ones = all(n == 1 for name in ("stride", "dilation") for n in args[name])
-    if x.dtype != "float32" or tuple(weight.shape[2:]) != (3, 3) or not ones or args["groups"] != 1:
+    if tuple(weight.shape[2:]) != (3, 3) or not ones or args["groups"] != 1:
         return 0
     tiles = x.shape[0] * prod(-(-side // TILE) for side in result[2:])
     pairs = weight.shape[0] * weight.shape[1]
-    return 4 * TRANSFORMED * (tiles * sum(weight.shape[:2]) + pairs)
+    return ITEM_BYTES[x.dtype] * TRANSFORMED * (tiles * sum(weight.shape[:2]) + pairs)
 
 
 def _result_shape(x: TensorRecord, weight: TensorRecord, args: Mapping[str, Any]) -> tuple[int, ...]:
@@ -62,3 +70,62 @@ def _result_shape(x: TensorRecord, weight: TensorRecord, args: Mapping[str, Any]
 
 def _at(values: Sequence[int], d: int) -> int:
     return values[d] if len(values) > 1 else values[0]
+
+
+# -- on this machine's GPU ------------------------------------------------------------------------------------------------
+
+_MEASURED: dict[str, int | None] = {}
+"""What this process knows, by call and settings; None: it did not run."""
+
+
+def measured_workspace(
+    func: Callable[..., Any], arguments: Mapping[str, Any], known_bytes: Callable[[Mapping[str, Any]], int]
+) -> int | None:
+    """Return what the convolution ``func`` takes of its device beside its results and ``known_bytes``, that of the gradient
+    which takes most; None if it does not run, for want of memory say. ``arguments``: by the names of the op's schema,
+    tensors of any kind on CUDA."""
+    flags = torch.backends.cudnn
+    settings = flags.enabled, flags.benchmark, flags.deterministic, flags.allow_tf32
+    geometry = [_geometry(value) if isinstance(value, torch.Tensor) else value for value in arguments.values()]
+    key = f"{func} {settings} {torch.are_deterministic_algorithms_enabled()} {geometry}"
+    if key not in _MEASURED:
+        try:
+            with without_modes(), torch.no_grad():
+                _MEASURED[key] = max(_beside_results(func, call, known_bytes) for call in _calls(arguments))
+        except Exception:  # whatever cuDNN and the allocator may say: the bound is reported instead
+            _MEASURED[key] = None
+    return _MEASURED[key]
+
+
+def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(t.shape), t.stride(), t.dtype, str(t.device)
+
+
+def _calls(arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the same call on new tensors; of a backward, one for each gradient that is asked for and made in cuDNN."""
+    real = {name: _like(value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    if "output_mask" not in real:
+        return [real]
+    masks = [[place == each for each in range(3)] for place in (0, 1) if real["output_mask"][place]]
+    return [{**real, "output_mask": mask} for mask in masks] or [real]
+
+
+def _like(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
+
+
+def _beside_results(
+    func: Callable[..., Any], call: Mapping[str, Any], known_bytes: Callable[[Mapping[str, Any]], int]
+) -> int:
+    taken = 0
+    for _ in range(2):  # in the first, cuDNN may try algorithms
+        before = _handed_out()
+        results = [t for t in leaves_of(func(**call)) if isinstance(t, torch.Tensor)]
+        taken = _handed_out() - before - sum(t.untyped_storage().nbytes() for t in results)
+        del results
+    return max(0, taken - known_bytes(call))
+
+
+def _handed_out() -> int:
+    """Return the bytes that this process ever asked CUDA's allocator for."""
+    return int(torch.cuda.memory_stats()["requested_bytes.all.allocated"])

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fxmem.devices import DeviceModel, rounded
-from fxmem.fake.stand_in import cuda_model
+from fxmem.fake.attention import torch_release
+from fxmem.fake.stand_in import cuda_model, stand_in
 from fxmem.op_facts.kinds import MadeFirst
 from fxmem.op_facts.lookup import by_op
 from fxmem.profiling import cuda_scratch_libraries  # noqa: F401  (its rules)
@@ -29,7 +30,7 @@ from fxmem.profiling.cuda_scratch import (
     scratch_of,
     uses_cublas,
 )
-from fxmem.profiling.cudnn_workspace import workspace_bound
+from fxmem.profiling.cudnn_workspace import CONVOLUTIONS, measured_workspace, workspace_bound
 from fxmem.torch_private import schema_of
 
 
@@ -39,8 +40,8 @@ class Inside:
 
     scratch: Scratch
     """As blocks of the allocator."""
-    uses_library: bool
-    """Whether it runs in cuBLAS, which keeps a workspace for each thread that ever used it."""
+    libraries: Mapping[str, int]
+    """Bytes of the workspace that each library it runs in keeps for each thread that ever used it: cuBLAS's, cuBLASLt's."""
     workspace_bound: int
     """The most that cuDNN is taken to need while it runs, beside the scratch; 0 of what does not run in cuDNN."""
 
@@ -52,7 +53,7 @@ def _in_blocks(scratch: Scratch) -> Scratch:
     return replace(scratch, blocks=blocks, first=first, whole=whole, between=between, phases=tuple(phases))
 
 
-_NOTHING = Inside(Scratch(), uses_library=False, workspace_bound=0)
+_NOTHING = Inside(Scratch(), libraries={}, workspace_bound=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,32 @@ class DeviceMemory:
         if self.model is None or not has_rule(name) or not _is_on_cuda(args):
             return _NOTHING
         arguments = _by_name(func, args, kwargs)
-        bound = workspace_bound(name, arguments)
-        scratch = _in_blocks(scratch_of(name, arguments, self.model))
-        return Inside(scratch, uses_cublas(name), rounded(bound) if bound else 0)
+        scratch, bound = scratch_of(name, arguments, self.model), 0
+        if name in CONVOLUTIONS:
+            measured = self._measured(name, func, args, kwargs)
+            scratch = scratch if measured is None else _with_workspace(name, scratch, measured)
+            bound = workspace_bound(name, arguments) if measured is None else 0
+        return Inside(_in_blocks(scratch), self._libraries(name, arguments), rounded(bound) if bound else 0)
+
+    def _libraries(self, name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
+        if self.model is None or not uses_cublas(name):
+            return {}
+        libraries = {"cuBLAS": cublas_workspace_bytes(self.model.capability)}
+        with_bias = name in ("addmm", "_addmm_activation") and len(arguments["self"].shape) == 1
+        return {**libraries, "cuBLASLt": cublaslt_workspace_bytes()} if with_bias else libraries
+
+    def _measured(self, name: str, func: Any, args: Any, kwargs: Any) -> int | None:
+        """Return the workspace that a convolution takes on this machine's GPU; None if another stands in for it."""
+        if stand_in() is not None or not torch.cuda.is_available():
+            return None
+        model, arguments = self.model, _given(func, args, kwargs)
+        assert model is not None
+
+        def known_bytes(call: Mapping[str, Any]) -> int:
+            scratch = scratch_of(name, {key: _plain(value) for key, value in call.items()}, model)
+            return sum(map(sum, (scratch.blocks, scratch.first, scratch.whole)))
+
+        return measured_workspace(func, arguments, known_bytes)
 
     def most_inside(self, func: Any, args: Any, kwargs: Any) -> int:
         """Return the most bytes that a dispatched op takes beside its inputs and results."""
@@ -94,13 +118,6 @@ class DeviceMemory:
         if fact is None or not _IS_THERE[fact.where](_by_name(func, args, kwargs)):
             return []
         return [output[place] for place in fact.places]
-
-    def workspaces(self, num_threads: int) -> tuple[int, ...]:
-        """Return the bytes of cuBLAS's workspaces, one for each thread."""
-        if self.model is None:
-            return ()
-        nbytes = cublas_workspace_bytes(self.model.capability)
-        return (nbytes,) * num_threads if nbytes else ()
 
 
 EVERYWHERE = DeviceMemory()
@@ -115,7 +132,7 @@ _IS_THERE: dict[str, Callable[[dict[str, Any]], bool]] = {
 def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """Return PyTorch's default cuBLAS workspace of one handle and stream: 32 MiB on Hopper, else 8.125 MiB.
 
-    cuBLASLt shares it. Handles belong to threads, so a training step has two: the caller's and autograd's. The environment
+    Handles belong to threads, so a training step has two: the caller's and autograd's. The environment
     may say otherwise: ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` is eight times 4096 KiB.
     """
     pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
@@ -124,16 +141,34 @@ def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
     return 4096 * 8 * 1024 if compute_capability[0] == 9 else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
+def cublaslt_workspace_bytes() -> int:
+    """Return what cuBLASLt keeps of its own for each thread that adds a bias to a product in it; since torch 2.12 it shares
+    cuBLAS's. Source: cuda/CUDABlas.cpp, ``_parseChosenWorkspaceSize``; cuda/Blas.cpp, ``isInputCompliesAddmmCudaLt``."""
+    unified = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", str(int(torch_release() >= (2, 12))))
+    return 0 if unified == "1" else int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", "1024")) << 10
+
+
 def _is_on_cuda(args: Any) -> bool:
     return any(isinstance(a, torch.Tensor) and a.device.type == "cuda" for a in args)
 
 
-def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by the names of the op's schema, tensors as plain data."""
+def _with_workspace(name: str, scratch: Scratch, nbytes: int) -> Scratch:
+    """Return ``scratch`` and a workspace beside it: in a backward it is gone before the bias's gradient is made."""
+    if name == "convolution_backward":
+        return replace(scratch, first=(*scratch.first, nbytes))
+    return replace(scratch, blocks=(*scratch.blocks, nbytes))
+
+
+def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by the names of the op's schema."""
     declared = schema_of(func).arguments
     given = {a.name: a.default_value for a in declared if a.has_default_value()}
-    given |= {a.name: value for a, value in zip(declared, args, strict=False)} | dict(kwargs)
-    return {name: _plain(value) for name, value in given.items()}
+    return given | {a.name: value for a, value in zip(declared, args, strict=False)} | dict(kwargs)
+
+
+def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the same with tensors as plain data."""
+    return {name: _plain(value) for name, value in _given(func, args, kwargs).items()}
 
 
 def _plain(value: Any) -> Any:

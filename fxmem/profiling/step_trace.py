@@ -224,7 +224,7 @@ class _Tracer:
     def _hold_libraries(self) -> int:
         """Count the workspaces that libraries keep as there from the start, as an earlier step has left them."""
         start, self.events = self.events, []
-        held = self.tracker.hold_bytes(self.memory.workspaces(len(self.tracker.library_threads)))
+        held = self.tracker.hold_bytes(tuple(self.tracker.workspaces.values()))
         self.events += start
         return held
 

@@ -8,7 +8,7 @@ freed. What a kernel allocates inside one ATen op is below the dispatcher and no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
@@ -60,8 +60,8 @@ class StorageTracker(TorchDispatchMode):
         self._memory, self._on_library, self._on_workspace = memory, on_library, on_workspace
         self._unwatched = UnwatchedWrites()
         self._stack = ExitStack()
-        self.library_threads: set[str] = set()
-        """"caller" and "autograd": where an op ran whose library keeps a workspace for each thread."""
+        self.workspaces: dict[tuple[str, str], int] = {}
+        """Bytes that a library keeps for a thread, "caller" or "autograd", by both, in the order of their first use."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self.host_bytes = self.host_peak_bytes = 0
@@ -157,19 +157,19 @@ class StorageTracker(TorchDispatchMode):
             with ExitStack() as blocks:
                 with self._beside(scratch.between):
                     blocks.enter_context(self._beside(scratch.blocks))
-                if inside.uses_library:
-                    self._see_library()
+                self._see_libraries(inside.libraries)
                 for phase in scratch.phases:
                     with self._beside(phase):
                         pass
 
-    def _see_library(self) -> None:
-        """Count the library's workspace at its first use in a thread. Its handle is asked for when arguments are ready:
+    def _see_libraries(self, libraries: Mapping[str, int]) -> None:
+        """Count the workspaces of libraries at their first use in a thread. A handle is asked for when arguments are ready:
         copies of matrices come first."""
-        thread = "caller" if current_backward_node() is None else "autograd"
-        if thread not in self.library_threads:
-            self.library_threads.add(thread)
-            self._on_library()
+        for library, nbytes in libraries.items():
+            user = "caller" if current_backward_node() is None else "autograd", library
+            if nbytes and user not in self.workspaces:
+                self.workspaces[user] = nbytes
+                self._on_library()
 
     @contextmanager
     def _beside(self, blocks: Iterable[int]) -> Iterator[None]:

@@ -293,7 +293,7 @@ def _fake_step(
                 state.clear()
                 world.forget(buffers)
             _run_steps(forward, batches, step, step.loss_on(targets), optimizer, captured.autocast, on_phase, scaler)
-    libraries = memory.workspaces(len(tracker.library_threads))
+    libraries = tuple(tracker.workspaces.values())
     peak_bytes, watched = tracker.peak_bytes + sum(libraries), None if watch is None else watch.watched()
     return FakeStep(peak_bytes, left, log.events(libraries), state_bytes, sum(libraries), watched)
 
