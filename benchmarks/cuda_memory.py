@@ -11,7 +11,8 @@ Three commands, each writing one JSON file:
   the first steps, in which a program may be written down, ``told`` and ``steady`` of those after them.
 
 ``... table PREDICTED MEASURED`` prints the two side by side. Options: ``--budget-of``, ``--runtime``; ``--cases a,b``,
-names that contain one of these, in this order.
+names that contain one of these, in this order;
+``--jobs``.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,21 +172,41 @@ def _told(optimized: Any) -> dict[str, int]:
     return {"allocated": cuda.allocated_bytes, "reserved": cuda.reserved_bytes}
 
 
-def _each(cases: list[Case], of: Callable[[Case], Any], target: Path) -> None:
+def _each(of: Callable[[str], Any], names: list[str], target: Path, jobs: int) -> None:
     """Write what ``of`` says of each case, after each, so that a run that is cut short leaves what it had."""
     results: dict[str, Any] = json.loads(target.read_text())["cases"] if target.exists() else {}
-    for case in cases:
-        if case.name in results:
-            continue
-        start = time.perf_counter()
-        try:
-            results[case.name] = of(case)
-        except Exception as error:
-            results[case.name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-        print(
-            f"{case.name:40} {time.perf_counter() - start:6.1f} s  {json.dumps(results[case.name])[:300]}", flush=True
-        )
-        target.write_text(json.dumps({"machine": machine(), "cases": results}, indent=1) + "\n")
+    timed = partial(_timed, of)
+    names = [name for name in names if name not in results]
+    with ExitStack() as stack:
+        found = map(timed, names)
+        if jobs > 1:
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,)))
+            found = pool.imap_unordered(timed, names)
+        for name, seconds, result in found:
+            results[name] = result
+            print(f"{name:40} {seconds:6.1f} s  {json.dumps(result)[:300]}", flush=True)
+            target.write_text(json.dumps({"machine": machine(), "cases": results}, indent=1) + "\n")
+
+
+def _timed(of: Callable[[str], Any], name: str) -> tuple[str, float, Any]:
+    start = time.perf_counter()
+    try:
+        result = of(name)
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}"[:300]}
+    return name, time.perf_counter() - start, result
+
+
+def _budgets(asked_for: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return list(under_budgets(CASES[name], asked_for))
+
+
+def _predicted(device: str, name: str) -> dict[str, Any]:
+    return predicted(CASES[name], device)
+
+
+def _measured(name: str) -> dict[str, Any]:
+    return measured(CASES[name])
 
 
 def table(before: Path, after: Path) -> None:
@@ -245,19 +269,21 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--cases", default="")
     parser.add_argument("--budget-of", choices=("allocated", "reserved"), default="allocated")
+    parser.add_argument("--jobs", type=int, default=1, help="cases beside one another, each in a process of its own")
     parser.add_argument("--runtime", choices=("auto", "tape", "program"), default="auto")
     given = parser.parse_args(arguments)
     parts = given.cases.split(",")
-    cases = list(dict.fromkeys(case for part in parts for case in CASES.values() if part in case.name))
+    names = list(dict.fromkeys(name for part in parts for name in CASES if part in name))
     if given.command == "table":
         table(Path(given.device), given.file)
-    elif given.command == "predict":
-        _each(cases, lambda case: predicted(case, given.device), given.file)
-    elif given.command == "measure":
-        _each(cases, measured, given.file)
-    else:
-        asked_for = {"budget_of": given.budget_of, "runtime": given.runtime}
-        _each(cases, lambda case: list(under_budgets(case, asked_for)), given.file)
+        return
+    asked_for = {"budget_of": given.budget_of, "runtime": given.runtime}
+    of: dict[str, Callable[[str], Any]] = {
+        "predict": partial(_predicted, given.device),
+        "measure": _measured,
+        "budgets": partial(_budgets, asked_for),
+    }
+    _each(of[given.command], names, given.file, given.jobs)
 
 
 if __name__ == "__main__":
