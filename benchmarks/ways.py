@@ -245,7 +245,8 @@ def _fxmem(way: Way, model: nn.Module, bench: BenchModel, batch: Batch, optimize
         budget = fxmem.optimize(model, *batch, **options).report.floor_bytes
     optimized = fxmem.optimize(model, *batch, budget=budget, **options)
     report = optimized.report
-    return Contender(optimized, optimized, report.predicted_peak_bytes, 1 + report.overhead_ratio)
+    told = report.cuda.allocated_bytes if report.cuda else report.predicted_peak_bytes
+    return Contender(optimized, optimized, told, 1 + report.overhead_ratio)
 
 
 def _fxmem_inductor(way: Way, model: nn.Module, bench: BenchModel, batch: Batch, optimizer: Any) -> Contender:

@@ -1,10 +1,10 @@
-"""What cuDNN's convolutions take for a workspace: measured on the GPU of this machine, else a bound by a stated rule.
+"""What cuDNN takes for a workspace: measured on the GPU of this machine, else a bound by a stated rule.
 
 In: an op and its arguments. Out: bytes. Which algorithm cuDNN takes is not known without the GPU. Where there is one, each
 call is made twice on tensors of its geometry (:func:`measured_workspace`), and what the allocator handed out the second
 time, beside results and known copies, is the workspace. Nothing waits for the device; a geometry is measured once. For
-another GPU, the larger of the two kinds that cuDNN's heuristics choose among is taken (:func:`workspace_bound`; cuDNN
-developer guide, convolution algorithms):
+another GPU, that of a convolution is the larger of the two kinds that cuDNN's heuristics choose among
+(:func:`workspace_bound`; cuDNN developer guide, convolution algorithms), and that of a batch norm, less than a MB, is 0:
 
 - tensor-core and implicit GEMM kernels that want channels last: a copy of input, weight and result;
 - Winograd's transform F(4x4, 3x3), not fused, of 3x3 kernels of stride 1: 36 numbers for each 4x4 tile of input and result,
@@ -26,6 +26,8 @@ from fxmem.profiling.cuda_reduction import ITEM_BYTES, TensorRecord
 from fxmem.torch_private import leaves_of, without_modes
 
 CONVOLUTIONS = ("convolution", "convolution_backward")
+IN_CUDNN = (*CONVOLUTIONS, "cudnn_batch_norm", "cudnn_batch_norm_backward")
+"""Ops that are measured."""
 
 TILE, TRANSFORMED = 4, 36
 """Side of a tile of Winograd's transform, and numbers that stand for it."""
@@ -81,7 +83,7 @@ _MEASURED: dict[str, int | None] = {}
 def measured_workspace(
     func: Callable[..., Any], arguments: Mapping[str, Any], known_bytes: Callable[[Mapping[str, Any]], int]
 ) -> int | None:
-    """Return what the convolution ``func`` takes of its device beside its results and ``known_bytes``, that of the gradient
+    """Return what a call of ``func`` takes of its device beside its results and ``known_bytes``, that of the gradient
     which takes most; None if it does not run, for want of memory say. ``arguments``: by the names of the op's schema,
     tensors of any kind on CUDA."""
     flags = torch.backends.cudnn

@@ -30,7 +30,7 @@ from fxmem.profiling.cuda_scratch import (
     scratch_of,
     uses_cublas,
 )
-from fxmem.profiling.cudnn_workspace import CONVOLUTIONS, measured_workspace, workspace_bound
+from fxmem.profiling.cudnn_workspace import IN_CUDNN, measured_workspace, workspace_bound
 from fxmem.torch_private import schema_of
 
 
@@ -77,11 +77,11 @@ class DeviceMemory:
     def inside(self, func: Any, args: Any, kwargs: Any) -> Inside:
         """Return what a dispatched op takes inside."""
         name = func.overloadpacket.__name__
-        if self.model is None or not has_rule(name) or not _is_on_cuda(args):
+        if self.model is None or not (has_rule(name) or name in IN_CUDNN) or not _is_on_cuda(args):
             return _NOTHING
         arguments = _by_name(func, args, kwargs)
         scratch, bound = scratch_of(name, arguments, self.model), 0
-        if name in CONVOLUTIONS:
+        if name in IN_CUDNN:
             measured = self._measured(name, func, args, kwargs)
             scratch = scratch if measured is None else _with_workspace(name, scratch, measured)
             bound = workspace_bound(name, arguments) if measured is None else 0
@@ -95,7 +95,7 @@ class DeviceMemory:
         return {**libraries, "cuBLASLt": cublaslt_workspace_bytes()} if with_bias else libraries
 
     def _measured(self, name: str, func: Any, args: Any, kwargs: Any) -> int | None:
-        """Return the workspace that a convolution takes on this machine's GPU; None if another stands in for it."""
+        """Return the workspace that an op in cuDNN takes on this machine's GPU; None if another stands in for it."""
         if stand_in() is not None or not torch.cuda.is_available():
             return None
         model, arguments = self.model, _given(func, args, kwargs)

@@ -222,9 +222,12 @@ class _Tracer:
         run_step(forward, loss_fn, autocast=self.captured.autocast, keep_casts=False)
 
     def _hold_libraries(self) -> int:
-        """Count the workspaces that libraries keep as there from the start, as an earlier step has left them."""
+        """Count the workspaces that libraries keep as there from the start, as an earlier step has left them, each for all
+        threads: what runs again in a backward uses them there."""
         start, self.events = self.events, []
-        held = self.tracker.hold_bytes(tuple(self.tracker.workspaces.values()))
+        threads = {thread for thread, _ in self.tracker.workspaces}
+        libraries = {library: nbytes for (_, library), nbytes in self.tracker.workspaces.items()}
+        held = self.tracker.hold_bytes([nbytes for nbytes in libraries.values() for _ in threads])
         self.events += start
         return held
 
