@@ -52,6 +52,11 @@ class Emitted:
     bound_bytes: int
     """What a budget bounds (:func:`bound_bytes`)."""
 
+    @property
+    def least_budget_bytes(self) -> int:
+        """The least budget to tell of: on CUDA, where another moment finds other free blocks, with room for an unsplit one."""
+        return self.bound_bytes + (MOST_UNSPLIT_BYTES if self.cuda else 0)
+
 
 def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | None:
     """Emit the plan that keeps all the policy lets; None where its peak exceeds the budget."""
@@ -279,7 +284,7 @@ def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int, settin
     place = str(place_of(profile, timeline.peak_step))
     if "recompute" not in settings.allow:
         remedy = 'allow= lets nothing be recomputed: add "recompute" to it.'
-        return InfeasibleBudgetError(budget_bytes, least.bound_bytes, (), place, remedy)
+        return InfeasibleBudgetError(budget_bytes, least.least_budget_bytes, (), place, remedy)
     tick, static = profile.ticks[timeline.peak_step], profile.static
     rest_bytes = max(0, tick.start_bytes - static.total_bytes)
     breakdown = (
@@ -291,6 +296,6 @@ def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int, settin
         ("gradients and loss", rest_bytes),
         ("activations and working set", timeline.peak_bytes - static.total_bytes - rest_bytes),
         ("workspaces of cuBLAS", static.library_bytes),
-        ("unused parts of CUDA's blocks", least.bound_bytes - timeline.peak_bytes),
+        ("unused parts of CUDA's blocks", least.least_budget_bytes - timeline.peak_bytes),
     )
-    return InfeasibleBudgetError(budget_bytes, least.bound_bytes, breakdown, place)
+    return InfeasibleBudgetError(budget_bytes, least.least_budget_bytes, breakdown, place)

@@ -281,7 +281,7 @@ def floor_bytes(
         return least.peak_bytes
     if emitted is None or emitted.point is not least:
         emitted = emit_point(profiled, context, least)
-    return emitted.bound_bytes
+    return emitted.least_budget_bytes
 
 
 def least_bytes_within(profiled: Profiled, context: CompileContext, planned: list[Planned], budget_bytes: int) -> int:

@@ -13,8 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
+from fxmem.fake.attention import torch_release
+
 MOST_UNSPLIT_BYTES = 1 << 20
 """As much is left in a large block rather than split off."""
+CHUNK_BYTES = 32 << 20
+"""Of addresses: the driver gives out chunks from above, and of the rest of the last one what fits into it, from below. It
+did on an H200 (tests/data/cuda_allocations_h200.json.gz)."""
+ORDERS = (True,) if torch_release() >= (2, 12) else (False, True)
+"""Of segments, as the allocator searches: by their age; before torch 2.12 by address, False as :data:`CHUNK_BYTES` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,8 @@ class AllocatorPeaks:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorState:
-    """Segments of one device and the stream that is current, in order of their addresses."""
+    """Segments of one device and the stream that is current, in the order of :data:`ORDERS`: that of age is told by their
+    addresses, which no two drivers need to give alike."""
 
     segments: tuple[Segment, ...]
     own_bytes: int
@@ -87,7 +95,7 @@ def allocator_state(
     starts: list[int] = []
     sizes: list[int] = []
     segments = []
-    for segment in sorted(found, key=lambda s: int(s["address"])):
+    for segment in sorted(found, key=lambda s: _place_of(int(s["address"]))):
         at, blocks = int(segment["address"]), []
         for block in segment["blocks"]:
             starts.append(at)
@@ -96,10 +104,12 @@ def allocator_state(
             at += block["size"]
         segments.append(Segment(segment["segment_type"] == "small", tuple(blocks)))
 
+    by_address = sorted(range(len(starts)), key=starts.__getitem__)
+
     def blocks_of(tensors: Iterable[torch.Tensor]) -> list[int]:
         pointers = [t.untyped_storage().data_ptr() for t in tensors if t.untyped_storage().nbytes()]
-        places = [bisect_right(starts, pointer) - 1 for pointer in pointers]
-        return [place for place in dict.fromkeys(places) if place >= 0]
+        ranks = [bisect_right(by_address, pointer, key=starts.__getitem__) - 1 for pointer in pointers]
+        return [by_address[rank] for rank in dict.fromkeys(ranks) if rank >= 0]
 
     held = blocks_of(gradient for gradient in gradients if gradient.device == device)
     own = set(blocks_of(tensors)).difference(held)
@@ -107,3 +117,7 @@ def allocator_state(
     own_bytes = sum(sizes[place] for place in own)
     others = tuple(sizes[place] for place in sorted(taken.difference(own, held)))
     return AllocatorState(tuple(segments), own_bytes, has_state, others, tuple(held))
+
+
+def _place_of(address: int) -> tuple[int, int]:
+    return (-(address // CHUNK_BYTES), address) if ORDERS == (True,) else (0, address)

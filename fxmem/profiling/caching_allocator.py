@@ -5,6 +5,8 @@ request rounded to 512, and of *reserved* bytes, what the process takes from the
 PyTorch's native allocator with default settings (c10/cuda/CUDACachingAllocator.cpp): two pools, segments of 2 MiB for
 requests up to 1 MiB, of 20 MiB up to 10 MiB, above that of the request rounded to 2 MiB; best fit; splitting; merging of
 free neighbours. With ``expandable_segments:True`` each pool is one segment that grows at its end by pages of 2 or 20 MiB.
+Of free blocks of one size that of the oldest segment serves. Before torch 2.12 it was the one at the lowest address, and
+what is left unsplit depends on the driver, which promises nothing: then the larger peaks of two orders count (``ORDERS``).
 Not modelled: unmapping when memory runs out, several streams, graphs' private pools, what kernels and libraries
 allocate for themselves (cuBLAS and cuDNN workspaces are given as a constant).
 """
@@ -17,7 +19,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fxmem.devices import MIN_BLOCK_BYTES, rounded
-from fxmem.profiling.allocator_state import MOST_UNSPLIT_BYTES, AllocatorPeaks, AllocatorState
+from fxmem.profiling.allocator_state import (
+    CHUNK_BYTES,
+    MOST_UNSPLIT_BYTES,
+    ORDERS,
+    AllocatorPeaks,
+    AllocatorState,
+)
 
 SMALL_REQUEST_BYTES = 1 << 20
 SMALL_SEGMENT_BYTES = 2 << 20
@@ -42,6 +50,8 @@ def segment_bytes(block_bytes: int) -> int:
 @dataclass(slots=True)
 class _Block:
     segment: int
+    address: int
+    """Of the segment."""
     offset: int
     nbytes: int
     free: bool = True
@@ -49,31 +59,33 @@ class _Block:
 
 @dataclass(slots=True)
 class _Pool:
-    """Free blocks of one pool, sorted by (size, segment, offset): the allocator's order of search."""
+    """Free blocks of one pool, sorted by (size, address): the allocator's order of search."""
 
-    blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    blocks: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(size, address, segment, offset)"""
 
     def add(self, block: _Block) -> None:
-        insort(self.blocks, (block.nbytes, block.segment, block.offset))
+        insort(self.blocks, (block.nbytes, block.address + block.offset, block.segment, block.offset))
 
     def remove(self, block: _Block) -> None:
-        entry = (block.nbytes, block.segment, block.offset)
-        del self.blocks[bisect_left(self.blocks, entry)]
+        del self.blocks[bisect_left(self.blocks, (block.nbytes, block.address + block.offset))]
 
-    def best_fit(self, nbytes: int, spared: _Block | None = None) -> tuple[int, int, int] | None:
-        """Return the entry of the smallest block that serves; ``spared`` only if no other does."""
-        place = bisect_left(self.blocks, (nbytes, -1, -1))
-        found = self.blocks[place : place + 2]
-        if len(found) == 2 and spared is not None and found[0][1:] == (spared.segment, spared.offset):
+    def best_fit(self, nbytes: int, spared: _Block | None = None) -> tuple[int, int] | None:
+        """Return segment and offset of the smallest block that serves; ``spared`` only if no other does."""
+        place = bisect_left(self.blocks, (nbytes,))
+        found = [entry[2:] for entry in self.blocks[place : place + 2]]
+        if len(found) == 2 and spared is not None and found[0] == (spared.segment, spared.offset):
             return found[1]
         return found[0] if found else None
 
 
 class CachingAllocator:
-    """A simulation of one device's caching allocator on one stream."""
+    """A simulation of one device's caching allocator on one stream. ``rising``: as of
+    :data:`~fxmem.profiling.allocator_state.ORDERS`."""
 
-    def __init__(self, *, expandable: bool = False) -> None:
-        self._expandable = expandable
+    def __init__(self, *, expandable: bool = False, rising: bool = True) -> None:
+        self._expandable, self._rising = expandable, rising
+        self._lowest = self._next_address = self._left_of_chunk = 0
         self.allocated_bytes = self.reserved_bytes = 0
         self._segments: list[dict[int, _Block]] = []
         """By segment: its blocks by offset."""
@@ -84,15 +96,15 @@ class CachingAllocator:
         """By pool, if segments are expandable: the block at the end of its one segment."""
 
     @staticmethod
-    def holding(state: AllocatorState, keys: Mapping[int, int]) -> CachingAllocator:
+    def holding(state: AllocatorState, keys: Mapping[int, int], *, rising: bool = True) -> CachingAllocator:
         """Return an allocator in ``state``. ``keys``: by place among all blocks, of those that may be freed; the others
         that are not free stay so."""
-        allocator, place = CachingAllocator(), 0
+        allocator, place = CachingAllocator(rising=rising), 0
         for segment in state.segments:
             blocks: dict[int, _Block] = {}
-            offset = 0
+            address, offset = allocator._next_address, 0
             for nbytes, free in segment.blocks:
-                blocks[offset] = block = _Block(len(allocator._segments), offset, nbytes, free)
+                blocks[offset] = block = _Block(len(allocator._segments), address, offset, nbytes, free)
                 offset += nbytes
                 allocator.allocated_bytes += 0 if free else nbytes
                 if free:
@@ -102,6 +114,7 @@ class CachingAllocator:
                 place += 1
             allocator._segments.append(blocks)
             allocator._small.append(segment.small)
+            allocator._next_address += offset
             allocator.reserved_bytes += offset
         return allocator
 
@@ -113,7 +126,7 @@ class CachingAllocator:
         small = size <= SMALL_REQUEST_BYTES
         found = self._pools[small].best_fit(size, self._last.get(small))
         if found is not None:
-            block = self._segments[found[1]][found[2]]
+            block = self._segments[found[0]][found[1]]
         elif small in self._last:
             block = self._expand(size, small)
         else:
@@ -154,7 +167,7 @@ class CachingAllocator:
         return sum(block.nbytes for block in self._owned.values())
 
     @property
-    def free_blocks(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    def free_blocks(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """The free blocks of each pool: what becomes of the next requests depends on nothing else."""
         return tuple(tuple(pool.blocks) for pool in self._pools.values())
 
@@ -169,7 +182,7 @@ class CachingAllocator:
     def _new_segment(self, size: int, small: bool) -> _Block:
         page = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         nbytes = -(-size // page) * page if self._expandable else segment_bytes(size)
-        block = _Block(len(self._segments), 0, nbytes)
+        block = _Block(len(self._segments), self._address(nbytes), 0, nbytes)
         self._segments.append({0: block})
         self._small.append(small)
         self._pools[small].add(block)
@@ -178,6 +191,17 @@ class CachingAllocator:
             self._last[small] = block
         return block
 
+    def _address(self, nbytes: int) -> int:
+        """Return where a segment of ``nbytes`` lies."""
+        if not self._rising and nbytes > self._left_of_chunk:
+            self._left_of_chunk = -(-nbytes // CHUNK_BYTES) * CHUNK_BYTES
+            self._lowest -= self._left_of_chunk
+            self._next_address = self._lowest
+        address = self._next_address
+        self._next_address += nbytes
+        self._left_of_chunk -= nbytes
+        return address
+
     def _expand(self, size: int, small: bool) -> _Block:
         """Map as many pages behind the pool's last block as ``size`` lacks; they join it if it is free."""
         last, page = self._last[small], SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
@@ -185,7 +209,7 @@ class CachingAllocator:
             self._pools[small].remove(last)
             block = last
         else:
-            block = _Block(last.segment, last.offset + last.nbytes, 0)
+            block = _Block(last.segment, last.address, last.offset + last.nbytes, 0)
             self._segments[block.segment][block.offset] = block
             self._last[small] = block
         grown = -(-(size - block.nbytes) // page) * page
@@ -204,7 +228,7 @@ class CachingAllocator:
         """Cut off what is left of ``block`` if it is worth one: 512 bytes in the small pool, over 1 MiB in the large."""
         rest = block.nbytes - size
         if rest >= MIN_BLOCK_BYTES if small or self._expandable else rest > MOST_UNSPLIT_BYTES:
-            remainder = _Block(block.segment, block.offset + size, rest)
+            remainder = _Block(block.segment, block.address, block.offset + size, rest)
             self._segments[block.segment][remainder.offset] = remainder
             self._pools[small].add(remainder)
             self._moved_end(block, remainder)
@@ -212,8 +236,14 @@ class CachingAllocator:
 
 
 def allocator_peaks(stream: Iterable[Allocation], *, expandable: bool | None = None) -> AllocatorPeaks:
-    """Return the peaks of ``stream``. ``expandable``: whether segments are; None: as the environment has it."""
-    return peaks_of(stream, CachingAllocator(expandable=expandable_segments() if expandable is None else expandable))
+    """Return the peaks of ``stream``, the larger of those in all orders of segments.
+
+    ``expandable``: whether segments are; None: as the environment has it.
+    """
+    expandable = expandable_segments() if expandable is None else expandable
+    events = tuple(stream)
+    found = [peaks_of(events, CachingAllocator(expandable=expandable, rising=rising)) for rising in ORDERS]
+    return AllocatorPeaks(max(p.allocated_bytes for p in found), max(p.reserved_bytes for p in found))
 
 
 def peaks_of(stream: Iterable[Allocation], allocator: CachingAllocator) -> AllocatorPeaks:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxmem.ir import Phase
-from fxmem.profiling.allocator_state import AllocatorPeaks, AllocatorState
+from fxmem.profiling.allocator_state import ORDERS, AllocatorPeaks, AllocatorState
 from fxmem.profiling.caching_allocator import Allocation, CachingAllocator, allocator_peaks, peaks_of
 
 MOST_STEPS = 32
@@ -111,10 +111,13 @@ class StepEvents:
         there = dict(zip(now.gradients, (key for _, key, _ in self.gradients), strict=False))
         lacking, present = now.lacking(self.libraries), self.gradients[len(there) :]
         steps = replace(self, present=present, state=() if now.has_state else self.state, libraries=lacking)
-        allocator = CachingAllocator.holding(now, there)
-        own_bytes = now.own_bytes + allocator.owned_bytes + self.library_bytes - steps.library_bytes
-        others = allocator.allocated_bytes - own_bytes
-        return peaks_of(steps.history(), allocator).allocated_bytes - others
+        events, most_bytes = tuple(steps.history()), 0
+        for rising in ORDERS:
+            allocator = CachingAllocator.holding(now, there, rising=rising)
+            own_bytes = now.own_bytes + allocator.owned_bytes + self.library_bytes - steps.library_bytes
+            others = allocator.allocated_bytes - own_bytes
+            most_bytes = max(most_bytes, peaks_of(events, allocator).allocated_bytes - others)
+        return most_bytes
 
     def _with_workspaces(self) -> StepEvents:
         """Return the step in which each workspace is allocated and freed."""

@@ -16,7 +16,8 @@
 #define READ_BACK_BYTES ((size_t)64 << 20) /* untouched pages read as zeros and cost nothing */
 #define PAGE_BYTES ((size_t)2 << 20)       /* the granularity of the driver's virtual memory */
 
-#define ARENA ((size_t)0x100000000000)
+#define ARENA_END ((size_t)0x200000000000)
+#define CHUNK_BYTES ((size_t)32 << 20)
 
 struct region {
     char *address; /* as handed out */
@@ -30,16 +31,29 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct region *regions;
 static size_t used_bytes, peak_bytes;
 
-static void *map_region(size_t nbytes, size_t alignment, int on_device) {
-    size_t mapped = (nbytes + alignment + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
-    char *hint = NULL;
-    if (on_device) { /* as the driver does, at rising addresses: the caching allocator breaks ties by address */
-        static char *next = (char *)ARENA;
-        pthread_mutex_lock(&lock);
-        hint = next;
-        next += mapped;
-        pthread_mutex_unlock(&lock);
+static size_t rounded_up(size_t nbytes, size_t grain) { return (nbytes + grain - 1) / grain * grain; }
+
+/* The next address, as the driver gave them on an H200: chunks of 32 MiB at falling addresses, and what fits into the rest
+   of the last one behind what is there. Before torch 2.12 the caching allocator breaks ties by address. */
+static char *next_address(size_t nbytes) {
+    static char *lowest = (char *)ARENA_END, *next;
+    static size_t left;
+    pthread_mutex_lock(&lock);
+    if (nbytes > left) {
+        left = rounded_up(nbytes, CHUNK_BYTES);
+        next = lowest -= left;
     }
+    char *address = next;
+    next += nbytes;
+    left -= nbytes;
+    pthread_mutex_unlock(&lock);
+    return address;
+}
+
+static void *map_region(size_t nbytes, size_t alignment, int on_device) {
+    size_t slack = on_device && alignment <= PAGE_BYTES ? 0 : alignment;
+    size_t mapped = rounded_up(nbytes + slack, PAGE_BYTES);
+    char *hint = on_device ? next_address(mapped) : NULL;
     char *mapping = mmap(hint, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping == MAP_FAILED)
         return NULL;
