@@ -54,7 +54,7 @@ class Emitted:
 
     @property
     def least_budget_bytes(self) -> int:
-        """The least budget to tell of: on CUDA, where another moment finds other free blocks, with room for an unsplit one."""
+        """The least budget to tell of: on CUDA with room for an unsplit block, as another moment finds other free ones."""
         return self.bound_bytes + (MOST_UNSPLIT_BYTES if self.cuda else 0)
 
 

@@ -26,9 +26,9 @@ class Scratch:
     """``blocks``: bytes of each allocation that lives beside inputs and outputs while the op runs, where most do.
     ``first``: of those before, from before outputs are made. ``whole``: of those that live from before outputs are made
     to the end. ``between``: of those from after outputs are made until ``blocks`` are there. ``phases``: of those that live
-    beside ``blocks``, one phase after the other. ``late_bytes``: of the last output, where that is made after ``first``
-    are gone. ``kept_bytes``: what an output's storage holds beyond its elements for as long as the output lives.
-    ``exact``: False for an upper bound."""
+    beside ``blocks``, one phase after the other. ``after``: by output, of one that is there once it is made and gone before
+    the next. ``late_bytes``: of the last output, where that is made after ``first`` are gone. ``kept_bytes``: what an
+    output's storage holds beyond its elements for as long as the output lives. ``exact``: False for an upper bound."""
 
     blocks: tuple[int, ...] = ()
     kept_bytes: int = 0
@@ -38,12 +38,15 @@ class Scratch:
     phases: tuple[tuple[int, ...], ...] = ()
     between: tuple[int, ...] = ()
     late_bytes: int = 0
+    after: tuple[int, ...] = ()
 
     @property
     def transient_bytes(self) -> int:
         """Most that lives beside inputs and outputs while the op runs."""
         beside = max(map(sum, (self.between, *self.phases)))
-        return sum(self.whole) + max(sum(self.first) - self.late_bytes, sum(self.blocks) + beside)
+        return sum(self.whole) + max(
+            sum(self.first) + max(self.after, default=0) - self.late_bytes, sum(self.blocks) + beside
+        )
 
 
 Rule = Callable[[Arguments, DeviceModel], Scratch]

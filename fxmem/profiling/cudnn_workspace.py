@@ -1,7 +1,7 @@
 """What cuDNN takes for a workspace: measured on the GPU of this machine, else a bound by a stated rule.
 
 In: an op and its arguments. Out: bytes. Which algorithm cuDNN takes is not known without the GPU. Where there is one, each
-call is made twice on tensors of its geometry (:func:`measured_workspace`), and what the allocator handed out the second
+call is made twice on tensors of its geometry (:func:`measured_workspaces`), and what the allocator handed out the second
 time, beside results and known copies, is the workspace. Nothing waits for the device; a geometry is measured once. For
 another GPU, that of a convolution is the larger of the two kinds that cuDNN's heuristics choose among
 (:func:`workspace_bound`; cuDNN developer guide, convolution algorithms), and that of a batch norm, less than a MB, is 0:
@@ -76,16 +76,16 @@ def _at(values: Sequence[int], d: int) -> int:
 
 # -- on this machine's GPU ------------------------------------------------------------------------------------------------
 
-_MEASURED: dict[str, int | None] = {}
+_MEASURED: dict[str, tuple[int, ...] | None] = {}
 """What this process knows, by call and settings; None: it did not run."""
 
 
-def measured_workspace(
+def measured_workspaces(
     func: Callable[..., Any], arguments: Mapping[str, Any], known_bytes: Callable[[Mapping[str, Any]], int]
-) -> int | None:
-    """Return what a call of ``func`` takes of its device beside its results and ``known_bytes``, that of the gradient
-    which takes most; None if it does not run, for want of memory say. ``arguments``: by the names of the op's schema,
-    tensors of any kind on CUDA."""
+) -> tuple[int, ...] | None:
+    """Return what a call of ``func`` takes of its device beside its results and ``known_bytes``: one figure, or two of a
+    convolution's backward, for the gradients of input and weight. None if it does not run, for want of memory say.
+    ``arguments``: by the names of the op's schema, tensors of any kind on CUDA."""
     flags = torch.backends.cudnn
     settings = flags.enabled, flags.benchmark, flags.deterministic, flags.allow_tf32
     geometry = [_geometry(value) if isinstance(value, torch.Tensor) else value for value in arguments.values()]
@@ -93,7 +93,7 @@ def measured_workspace(
     if key not in _MEASURED:
         try:
             with without_modes(), torch.no_grad():
-                _MEASURED[key] = max(_beside_results(func, call, known_bytes) for call in _calls(arguments))
+                _MEASURED[key] = tuple(_beside_results(func, call, known_bytes) for call in _calls(arguments))
         except Exception:  # whatever cuDNN and the allocator may say: the bound is reported instead
             _MEASURED[key] = None
     return _MEASURED[key]
@@ -103,13 +103,14 @@ def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
     return tuple(t.shape), t.stride(), t.dtype, str(t.device)
 
 
-def _calls(arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the same call on new tensors; of a backward, one for each gradient that is asked for and made in cuDNN."""
+def _calls(arguments: Mapping[str, Any]) -> list[dict[str, Any] | None]:
+    """Return the same call on new tensors; of a convolution's backward one for each gradient that is made in cuDNN, None
+    where it is not asked for."""
     real = {name: _like(value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
     if "output_mask" not in real:
         return [real]
-    masks = [[place == each for each in range(3)] for place in (0, 1) if real["output_mask"][place]]
-    return [{**real, "output_mask": mask} for mask in masks] or [real]
+    masks = ([True, False, False], [False, True, False])
+    return [{**real, "output_mask": mask} if real["output_mask"][place] else None for place, mask in enumerate(masks)]
 
 
 def _like(t: torch.Tensor) -> torch.Tensor:
@@ -117,8 +118,10 @@ def _like(t: torch.Tensor) -> torch.Tensor:
 
 
 def _beside_results(
-    func: Callable[..., Any], call: Mapping[str, Any], known_bytes: Callable[[Mapping[str, Any]], int]
+    func: Callable[..., Any], call: Mapping[str, Any] | None, known_bytes: Callable[[Mapping[str, Any]], int]
 ) -> int:
+    if call is None:
+        return 0
     taken = 0
     for _ in range(2):  # in the first, cuDNN may try algorithms
         before = _handed_out()

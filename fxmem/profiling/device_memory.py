@@ -30,7 +30,7 @@ from fxmem.profiling.cuda_scratch import (
     scratch_of,
     uses_cublas,
 )
-from fxmem.profiling.cudnn_workspace import IN_CUDNN, measured_workspace, workspace_bound
+from fxmem.profiling.cudnn_workspace import IN_CUDNN, measured_workspaces, workspace_bound
 from fxmem.torch_private import schema_of
 
 
@@ -48,9 +48,9 @@ class Inside:
 
 def _in_blocks(scratch: Scratch) -> Scratch:
     """Return what CUDA's allocator counts: each allocation is rounded up."""
-    given = scratch.blocks, scratch.first, scratch.whole, scratch.between, *scratch.phases
-    blocks, first, whole, between, *phases = (tuple(map(rounded, each)) for each in given)
-    return replace(scratch, blocks=blocks, first=first, whole=whole, between=between, phases=tuple(phases))
+    given = scratch.blocks, scratch.first, scratch.whole, scratch.between, scratch.after, *scratch.phases
+    blocks, first, whole, between, after, *phases = (tuple(map(rounded, each)) for each in given)
+    return replace(scratch, blocks=blocks, first=first, whole=whole, between=between, after=after, phases=tuple(phases))
 
 
 _NOTHING = Inside(Scratch(), libraries={}, workspace_bound=0)
@@ -83,7 +83,7 @@ class DeviceMemory:
         scratch, bound = scratch_of(name, arguments, self.model), 0
         if name in IN_CUDNN:
             measured = self._measured(name, func, args, kwargs)
-            scratch = scratch if measured is None else _with_workspace(name, scratch, measured)
+            scratch = scratch if measured is None else _with_workspaces(scratch, measured)
             bound = workspace_bound(name, arguments) if measured is None else 0
         return Inside(_in_blocks(scratch), self._libraries(name, arguments), rounded(bound) if bound else 0)
 
@@ -94,8 +94,8 @@ class DeviceMemory:
         with_bias = name in ("addmm", "_addmm_activation") and len(arguments["self"].shape) == 1
         return {**libraries, "cuBLASLt": cublaslt_workspace_bytes()} if with_bias else libraries
 
-    def _measured(self, name: str, func: Any, args: Any, kwargs: Any) -> int | None:
-        """Return the workspace that an op in cuDNN takes on this machine's GPU; None if another stands in for it."""
+    def _measured(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
+        """Return the workspaces that an op in cuDNN takes on this machine's GPU; None if another stands in for it."""
         if stand_in() is not None or not torch.cuda.is_available():
             return None
         model, arguments = self.model, _given(func, args, kwargs)
@@ -105,7 +105,7 @@ class DeviceMemory:
             scratch = scratch_of(name, {key: _plain(value) for key, value in call.items()}, model)
             return sum(map(sum, (scratch.blocks, scratch.first, scratch.whole)))
 
-        return measured_workspace(func, arguments, known_bytes)
+        return measured_workspaces(func, arguments, known_bytes)
 
     def most_inside(self, func: Any, args: Any, kwargs: Any) -> int:
         """Return the most bytes that a dispatched op takes beside its inputs and results."""
@@ -152,11 +152,11 @@ def _is_on_cuda(args: Any) -> bool:
     return any(isinstance(a, torch.Tensor) and a.device.type == "cuda" for a in args)
 
 
-def _with_workspace(name: str, scratch: Scratch, nbytes: int) -> Scratch:
-    """Return ``scratch`` and a workspace beside it: in a backward it is gone before the bias's gradient is made."""
-    if name == "convolution_backward":
-        return replace(scratch, first=(*scratch.first, nbytes))
-    return replace(scratch, blocks=(*scratch.blocks, nbytes))
+def _with_workspaces(scratch: Scratch, workspaces: tuple[int, ...]) -> Scratch:
+    """Return ``scratch`` and workspaces beside it: one for each gradient that a backward makes, or one at the end."""
+    if len(workspaces) > 1:
+        return replace(scratch, after=workspaces)
+    return replace(scratch, phases=(*scratch.phases, workspaces)) if any(workspaces) else scratch
 
 
 def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

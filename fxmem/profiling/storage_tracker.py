@@ -150,7 +150,12 @@ class StorageTracker(TorchDispatchMode):
         early = output[:-1] if scratch.late_bytes else output
         with self._beside(scratch.whole):
             with self._beside(scratch.first):
-                self._see((self._memory.made_first(func, args, kwargs, output), early), counted=True)
+                self._see(self._memory.made_first(func, args, kwargs, output), counted=True)
+                for made, nbytes in zip(early, scratch.after, strict=False) if scratch.after else ():
+                    self._see(made, counted=True)
+                    with self._beside((nbytes,)):
+                        pass
+                self._see(early, counted=True)
                 if inside.workspace_bound:
                     self._on_workspace(inside.workspace_bound)
             self._see(output, counted=True)
