@@ -15,6 +15,8 @@ from benchmarks.comparison_page import by_kind, compared, comparison_page, perce
 from benchmarks.compiled import told as compiled_steps
 from benchmarks.compiled_budgets import told as compiled_budgets
 from benchmarks.cuda_memory import told as cuda_budgets
+from benchmarks.gpu_results import in_short as gpu_in_short
+from benchmarks.gpu_results import told as on_a_gpu
 from benchmarks.host_time import told as host_times
 from benchmarks.measure import Row
 from benchmarks.published import PATH as PUBLISHED
@@ -235,6 +237,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "compiled": compiled_steps,
     "compiled_budgets": compiled_budgets,
     "cuda_budgets": cuda_budgets,
+    "on_a_gpu": on_a_gpu,
+    "gpu_in_short": gpu_in_short,
     "published_memory": told,
     "host_time": host_times,
     "below_the_floor": below_the_floor.text,

@@ -206,6 +206,23 @@ def test_a_model_recomputed_on_cuda_has_eager_bits() -> None:
 
 
 @pytest.mark.cuda
+def test_what_convolutions_take_inside_is_within_the_budget(present_bytes: int) -> None:
+    """On a GPU that is cuDNN's workspaces, which are measured; the emulated one has none."""
+    blocks = (nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.SiLU()) for _ in range(6))
+    model, x = nn.Sequential(*blocks).cuda(), torch.randn(16, 64, 112, 112, device="cuda")
+    least = fxmem.optimize(model, x, optimizer=None, plan_seconds=1).report.floor_bytes
+    optimized = fxmem.optimize(model, x, budget=least, optimizer=None, plan_seconds=1, runtime="tape")
+    for _ in range(2):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        run_step(lambda: optimized(x))
+    cuda = optimized.fxmem.report.cuda
+    assert cuda is not None
+    assert cuda.most_allocated_bytes == cuda.allocated_bytes  # nothing is left to a bound
+    assert torch.cuda.max_memory_allocated() - present_bytes <= cuda.allocated_bytes + MIB <= least + MIB
+
+
+@pytest.mark.cuda
 def test_an_optimizer_on_cuda_is_planned_with_its_multi_tensor_kernels(present_bytes: int) -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).cuda()
     x = torch.randn(8, 1024, device="cuda")

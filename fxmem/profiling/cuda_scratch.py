@@ -66,6 +66,11 @@ def uses_cublas(op: str) -> bool:
     return _base(op) in CUBLAS
 
 
+def uses_cublaslt(op: str, args: Arguments) -> bool:
+    """True if ``op`` adds a bias to a product in cuBLASLt."""
+    return _base(op) in ("addmm", "_addmm_activation") and len(args["self"].shape) == 1
+
+
 def scratch_of(op: str, args: Arguments, device: DeviceModel) -> Scratch:
     """Return what ``op`` ("aten.sum.dim_IntList") takes inside; nothing for an op without a rule."""
     found = RULES.get(_base(op))

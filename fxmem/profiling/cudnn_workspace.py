@@ -122,15 +122,15 @@ def _beside_results(
 ) -> int:
     if call is None:
         return 0
-    taken = 0
+    taken, device = 0, next(value.device for value in call.values() if isinstance(value, torch.Tensor))
     for _ in range(2):  # in the first, cuDNN may try algorithms
-        before = _handed_out()
+        before = _handed_out(device)
         results = [t for t in leaves_of(func(**call)) if isinstance(t, torch.Tensor)]
-        taken = _handed_out() - before - sum(t.untyped_storage().nbytes() for t in results)
+        taken = _handed_out(device) - before - sum(t.untyped_storage().nbytes() for t in results)
         del results
     return max(0, taken - known_bytes(call))
 
 
-def _handed_out() -> int:
+def _handed_out(device: torch.device) -> int:
     """Return the bytes that this process ever asked CUDA's allocator for."""
-    return int(torch.cuda.memory_stats()["requested_bytes.all.allocated"])
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.allocated"])

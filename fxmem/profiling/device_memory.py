@@ -29,6 +29,7 @@ from fxmem.profiling.cuda_scratch import (
     in_depthwise_kernel,
     scratch_of,
     uses_cublas,
+    uses_cublaslt,
 )
 from fxmem.profiling.cudnn_workspace import IN_CUDNN, measured_workspaces, workspace_bound
 from fxmem.torch_private import schema_of
@@ -91,8 +92,7 @@ class DeviceMemory:
         if self.model is None or not uses_cublas(name):
             return {}
         libraries = {"cuBLAS": cublas_workspace_bytes(self.model.capability)}
-        with_bias = name in ("addmm", "_addmm_activation") and len(arguments["self"].shape) == 1
-        return {**libraries, "cuBLASLt": cublaslt_workspace_bytes()} if with_bias else libraries
+        return {**libraries, "cuBLASLt": cublaslt_workspace_bytes()} if uses_cublaslt(name, arguments) else libraries
 
     def _measured(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
         """Return the workspaces that an op in cuDNN takes on this machine's GPU; None if another stands in for it."""
