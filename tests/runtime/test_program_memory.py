@@ -45,6 +45,19 @@ def test_the_gradient_of_an_output_that_is_used_inside_is_summed_in_place_as_it_
     assert NUM_PROGRAMS[0] == before + 2
 
 
+TRIED = (
+    *(("matmul", 5, 11), ("sequence", 2, 12), ("sequence", 20, 22), ("image_norm", 19, 22), ("gather", 28, 9)),
+    *(("conv_pool", 16, 21), ("batch_norm", 29, 6)),
+)
+
+
+@pytest.mark.slow
+def test_gradients_are_summed_in_place_where_a_program_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of that step is the planned one."""
+    monkeypatch.setenv("FXMEM_RUNTIME", "program")
+    assert check_case(Case(TRIED, seed=522, requires_grad=False, planner="auto", share=0.0))
+
+
 def _trained(num_steps: int) -> tuple[Any, Tensor]:
     """Return a model after some steps that ask for programs, and a batch."""
     x = torch.randn(32, 8)

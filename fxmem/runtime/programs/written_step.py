@@ -28,7 +28,7 @@ from fxmem.runtime.programs.instructions import Recording, Ref, written_by
 from fxmem.runtime.programs.program import Program
 from fxmem.runtime.programs.program_call import backward_through
 from fxmem.runtime.programs.recording import Inside, Recorder, recording_with
-from fxmem.torch_private import graph_nodes, without_autocast, without_modes
+from fxmem.torch_private import graph_nodes, storage_key, without_autocast, without_modes
 
 CASTS = with_role(RecordedRole, "cast")
 CAST_NODES = {f"{op.__name__.partition('.')[0].title().replace('_', '')}Backward0" for op in CASTS}
@@ -107,7 +107,10 @@ def bits_by(
                 next(driver, None)
                 for argument, gradient in zip(part, found, strict=True):
                     left[argument] -= 1
-                    total = sums.pop(argument) + gradient if argument in sums else gradient
+                    total = gradient
+                    if argument in sums:
+                        others = (*arguments, *given, *sums.values())
+                        total = _sum(sums.pop(argument), gradient, others, found)
                     if left[argument]:
                         sums[argument] = total
                     else:
@@ -120,6 +123,17 @@ def bits_by(
                 buffer.copy_(before[name])
     with_grad = [i for i, argument in enumerate(arguments) if argument.requires_grad]
     return [*bits_of_outputs, *[bits.get(i) for i in with_grad]]
+
+
+def _sum(
+    total: torch.Tensor, gradient: torch.Tensor, others: Sequence[Any], found: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Add as autograd does: in place where ``total`` is a whole storage that nothing else has. ``others`` has it once, and
+    so may ``found``. A value saved for the backward never is a gradient; were it one, the trial would find other bits."""
+    key = storage_key(total)
+    held, again = (sum(isinstance(t, torch.Tensor) and storage_key(t) == key for t in each) for each in (others, found))
+    is_alone = held == 1 and again <= 1 and total.untyped_storage().nbytes() == total.nbytes
+    return total.add_(gradient) if is_alone else total + gradient
 
 
 class _Gradients:
