@@ -227,6 +227,7 @@ BUDGETS = {
     'a100-80gb with `budget_of="reserved"`': "cuda_budgets_reserved_a100-80gb.json",
     "h100-80gb with programs, the default": "cuda_budgets_programs_h100-80gb.json",
     "a100-80gb with programs": "cuda_budgets_programs_a100-80gb.json",
+    "h100-80gb with programs, every call in cuDNN taking 25 MB": "cuda_budgets_workspaces_h100-80gb.json",
 }
 """By GPU and kind of budget, the committed results."""
 
@@ -238,9 +239,9 @@ def told() -> str:
     facts = next(iter(files.values()))["machine"]
     return (
         "On devices that run PyTorch's own CUDA host code and compute nothing (`tests/cuda_stub`), AdamW and SGD, three "
-        f"budgets each from the floor up: {'; '.join(parts)}. All but the last two are of the tape. "
-        "Each step ran as in a new process; cuDNN's workspaces, which such a "
-        "device does not take, come on top (`python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_memory budgets "
+        f"budgets each from the floor up: {'; '.join(parts)}. All but the last three are of the tape. "
+        "Each step ran as in a new process; cuDNN takes workspaces on such a device where "
+        "`FXMEM_STUB_CUDNN_WORKSPACE` says so (`python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_memory budgets "
         f"h100-80gb FILE --runtime tape`, torch {facts['torch']}, {facts['date']})."
     )
 
