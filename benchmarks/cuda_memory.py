@@ -240,8 +240,8 @@ def told() -> str:
     return (
         "On devices that run PyTorch's own CUDA host code and compute nothing (`tests/cuda_stub`), AdamW and SGD, three "
         f"budgets each from the floor up: {'; '.join(parts)}. All but the last three are of the tape. "
-        "Each step ran as in a new process; cuDNN takes workspaces on such a device where `FXMEM_STUB_CUDNN_WORKSPACE` says "
-        "so (`python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_memory budgets h100-80gb FILE --runtime tape`, "
+        "Each step ran as in a new process; cuDNN takes workspaces there where `FXMEM_STUB_CUDNN_WORKSPACE` says so "
+        "(`python -m tests.cuda_stub.launch h100-80gb -m benchmarks.cuda_memory budgets h100-80gb FILE --runtime tape`, "
         f"torch {facts['torch']}, {facts['date']})."
     )
 
