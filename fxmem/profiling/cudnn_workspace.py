@@ -78,6 +78,8 @@ def _at(values: Sequence[int], d: int) -> int:
 
 _MEASURED: dict[str, tuple[int, ...] | None] = {}
 """What this process knows, by call and settings; None: it did not run."""
+_HELD = [0]
+"""How many of these there were when memory was given back."""
 
 
 def measured_workspaces(
@@ -97,6 +99,13 @@ def measured_workspaces(
         except Exception:  # whatever cuDNN and the allocator may say: the bound is reported instead
             _MEASURED[key] = None
     return _MEASURED[key]
+
+
+def give_back_measured() -> None:
+    """Give the memory that measuring took back to the device, where anything was measured since the last time."""
+    if len(_MEASURED) > _HELD[0]:
+        _HELD[0] = len(_MEASURED)
+        torch.cuda.empty_cache()
 
 
 def _geometry(t: torch.Tensor) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from fxmem.errors import InputError, VerificationError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.ir import Phase, Timeline, Verification
+from fxmem.profiling.cudnn_workspace import give_back_measured
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
 from fxmem.profiling.peak_watch import PeakWatch, WatchedStep
@@ -293,6 +294,7 @@ def _fake_step(
                 state.clear()
                 world.forget(buffers)
             _run_steps(forward, batches, step, step.loss_on(targets), optimizer, captured.autocast, on_phase, scaler)
+    give_back_measured()
     libraries = tuple(tracker.workspaces.values())
     peak_bytes, watched = tracker.peak_bytes + sum(libraries), None if watch is None else watch.watched()
     return FakeStep(peak_bytes, left, log.events(libraries), state_bytes, sum(libraries), watched)
