@@ -16,6 +16,7 @@ from torch import fx
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.joint_steps import runtime_for
 from fxmem.errors import FxMemError, InfeasibleBudgetError
+from fxmem.fake.stand_in import stand_in
 from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Timeline, Verification
 from fxmem.passes.context import CallScope, CompileContext, Settings
 from fxmem.passes.contract import run_passes
@@ -54,8 +55,8 @@ class Emitted:
 
     @property
     def least_budget_bytes(self) -> int:
-        """The least budget to tell of: on CUDA with room for an unsplit block, as another moment finds other free ones."""
-        return self.bound_bytes + (MOST_UNSPLIT_BYTES if self.cuda else 0)
+        """The least budget to tell of: on a GPU with room for an unsplit block, as another moment finds other free ones."""
+        return self.bound_bytes + (MOST_UNSPLIT_BYTES if self.cuda and stand_in() is None else 0)
 
 
 def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | None:
