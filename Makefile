@@ -102,6 +102,7 @@ test-cuda-stub: $(STAMP)
 	FXMEM_CUDA_VENV=$(CUDA_VENV) $(PY) -m tests.cuda_stub.launch $(DEVICE) -m tests.cuda_stub.probe_ops build/cuda_stub/$(DEVICE).json
 	@sed -n '/^It cannot show/,/^$$/p' tests/cuda_stub/README.md
 	FXMEM_CUDA_VENV=$(CUDA_VENV) $(PY) -m tests.cuda_stub.launch $(DEVICE) -m pytest -p no:xdist -q -m cuda tests/test_cuda.py $(PYTEST_ARGS)
+	FXMEM_STUB_CUDNN_WORKSPACE=20000000 FXMEM_CUDA_VENV=$(CUDA_VENV) $(PY) -m tests.cuda_stub.launch $(DEVICE) -m pytest -p no:xdist -q -m cuda tests/test_cuda.py -k convolutions
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -12,7 +12,7 @@ Three commands, each writing one JSON file:
 
 ``... table PREDICTED MEASURED`` prints the two side by side. Options: ``--budget-of``, ``--runtime``; ``--cases a,b``,
 names that contain one of these, in this order;
-``--jobs``.
+``--jobs``, so many at a time.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _each(of: Callable[[str], Any], names: list[str], target: Path, jobs: int) -
     with ExitStack() as stack:
         found = map(timed, names)
         if jobs > 1:
-            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,)))
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,), 1))
             found = pool.imap_unordered(timed, names)
         for name, seconds, result in found:
             results[name] = result

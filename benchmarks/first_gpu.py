@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -182,14 +183,16 @@ def main(arguments: list[str]) -> int:
     deadline = time.monotonic() + MOST_SECONDS * given.patience
     earlier = json.loads(target.read_text())["measurements"] if given.only and target.exists() else {}
     results: dict[str, Any] = {"machine": machine(), "measurements": earlier}
+    lock = threading.Lock()
 
     def take(measurement: Measurement) -> None:
         seconds = min(measurement.limit_seconds * given.patience, deadline - time.monotonic())
         name = f"{measurement.number} {measurement.name}"
         result = run(measurement, seconds) if seconds > 5 else {"ended": "no time left", "seconds": 0, "rows": []}
-        results["measurements"][name] = result
-        print(f"{name}: {result['ended']}, {result['seconds']} s, {len(result['rows'])} rows", flush=True)
-        target.write_text(json.dumps(dict(results), indent=1) + "\n")
+        with lock:
+            results["measurements"][name] = result
+            print(f"{name}: {result['ended']}, {result['seconds']} s, {len(result['rows'])} rows", flush=True)
+            target.write_text(json.dumps(results, indent=1) + "\n")
 
     with ThreadPoolExecutor(given.jobs) as pool:
         list(pool.map(take, [m for m in wanted if not (m.alone and given.jobs > 1)]))

@@ -225,7 +225,7 @@ def convolutions() -> Rows:
             case = next(case for case in CASES.values() if case.name.startswith(name))
             model = case.model().cuda().to(memory_format=layout)  # type: ignore[call-overload]
             x = case.inputs()[0][0].cuda().to(memory_format=layout)
-            with torch.backends.cudnn.flags(**{"allow_tf32": True, **MODES[mode]}):
+            with torch.backends.cudnn.flags(**{"enabled": True, "allow_tf32": True, **MODES[mode]}):
                 for step in (
                     ("first", "second") if "benchmark" in mode else ("only",)
                 ):  # benchmark tries algorithms first

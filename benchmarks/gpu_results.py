@@ -24,10 +24,10 @@ def told() -> str:
         (
             f"An {facts['gpu']}, torch {facts['torch']}, {facts['date']}. `python -m benchmarks.first_gpu`: scratch of "
             f"sums is the predicted one, to the byte, on {exact['sums']} of {len(rows['sums'])} shapes, that of other ops "
-            f"in {exact['ops']} of {len(rows['ops'])} cases (most of the rest are convolutions, whose workspaces are "
-            "measured since). Recomputed gradients and buffers are bitwise eager's in "
-            f"{recomputed.count('equal')} of {len(recomputed)} runs (dropout, BatchNorm, cuDNN's convolutions, flash "
-            "attention; deterministic algorithms on and off).",
+            f"in {exact['ops']} of {len(rows['ops'])} cases (the rest: convolutions and batch norms, whose workspaces are "
+            "measured since, attention by 16 to 256 bytes, and bounds). Recomputed gradients and buffers are bitwise "
+            f"eager's in {recomputed.count('equal')} of {len(recomputed)} runs (dropout, BatchNorm, cuDNN's convolutions, "
+            "flash attention; deterministic algorithms on and off).",
             _budgets(),
             _compared(),
         )
@@ -58,14 +58,15 @@ def _budgets() -> str:
     told_of = [(row["told"]["allocated"], row["steady"]["allocated"]) for row in ran]
     above = sum(taken <= said <= 1.005 * taken for said, taken in told_of)
     below = [said / taken - 1 for said, taken in told_of if said < taken]
+    at_least = all(row["share"] == 0 for row in rows if row.get("exceeded", True))
     return (
         f"Budgets (`python -m benchmarks.cuda_memory budgets h200 FILE`): {len(found)} models, AdamW and SGD, three "
         f"budgets each. Of {len(ran)} steps **{len(over)} went over**, by {most:.1%} at most; {len(rows) - len(ran)} were "
-        "refused, whose least another search had found (plans were not kept on disk, and had a second each); all of these "
-        "at the very least budget. What the allocator leaves unsplit depends on addresses, which were simulated in another "
-        "order, and cuDNN's batch norms take workspaces: both are counted since, and least budgets are told with room for "
-        f"one such block. In {above} steps the allocated peak was at most .5 % below what was told, in {len(below)} above "
-        f"it, by {-min(below):.1%} at most."
+        "refused, whose least another search had found (plans were not kept on disk, and had a second each)"
+        f"{'; all of these at the very least budget' if at_least else ''}. What the allocator leaves unsplit depends on "
+        "addresses, which were simulated in another order, and cuDNN's batch norms take workspaces: both are counted "
+        f"since, and least budgets are told with room for one such block. In {above} steps the allocated peak was at "
+        f"most .5 % below what was told, in {len(below)} above it, by {-min(below):.1%} at most."
     )
 
 

@@ -53,10 +53,30 @@ class Emitted:
     bound_bytes: int
     """What a budget bounds (:func:`bound_bytes`)."""
 
-    @property
-    def least_budget_bytes(self) -> int:
-        """The least budget to tell of: on a GPU with room for an unsplit block, as another moment finds other free ones."""
-        return self.bound_bytes + (MOST_UNSPLIT_BYTES if self.cuda and stand_in() is None else 0)
+
+def least_budget_bytes(emitted: Emitted, settings: Settings) -> int:
+    """Return the least budget to tell of, under which ``emitted`` can be had later too: on a GPU with room for an unsplit
+    block, as another moment finds other free ones."""
+    varies = emitted.cuda is not None and settings.budget_of == "allocated" and stand_in() is None
+    return emitted.bound_bytes + (MOST_UNSPLIT_BYTES if varies else 0)
+
+
+def floor_bytes(
+    profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint], emitted: Emitted | None = None
+) -> int:
+    """Return the least budget to tell of that one of ``points`` keeps; ``emitted``: one of them, if it is there already."""
+    least = least_of(points)
+    if not is_on_cuda(profiled):
+        return least.peak_bytes
+    if emitted is None or emitted.point is not least:
+        emitted = emit_point(profiled, context, least)
+    return least_budget_bytes(emitted, context.settings)
+
+
+def least_bound_bytes(profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint]) -> int:
+    """Return the least that one of ``points`` takes of what a budget bounds."""
+    least = least_of(points)
+    return emit_point(profiled, context, least).bound_bytes if is_on_cuda(profiled) else least.peak_bytes
 
 
 def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | None:
@@ -281,11 +301,11 @@ def least_of(points: Sequence[FrontierPoint]) -> FrontierPoint:
 
 
 def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int, settings: Settings) -> InfeasibleBudgetError:
-    timeline = least.timeline
+    timeline, least_bytes = least.timeline, least_budget_bytes(least, settings)
     place = str(place_of(profile, timeline.peak_step))
     if "recompute" not in settings.allow:
         remedy = 'allow= lets nothing be recomputed: add "recompute" to it.'
-        return InfeasibleBudgetError(budget_bytes, least.least_budget_bytes, (), place, remedy)
+        return InfeasibleBudgetError(budget_bytes, least_bytes, (), place, remedy)
     tick, static = profile.ticks[timeline.peak_step], profile.static
     rest_bytes = max(0, tick.start_bytes - static.total_bytes)
     breakdown = (
@@ -297,6 +317,6 @@ def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int, settin
         ("gradients and loss", rest_bytes),
         ("activations and working set", timeline.peak_bytes - static.total_bytes - rest_bytes),
         ("workspaces of cuBLAS", static.library_bytes),
-        ("unused parts of CUDA's blocks", least.least_budget_bytes - timeline.peak_bytes),
+        ("unused parts of CUDA's blocks", least_bytes - timeline.peak_bytes),
     )
-    return InfeasibleBudgetError(budget_bytes, least.least_budget_bytes, breakdown, place)
+    return InfeasibleBudgetError(budget_bytes, least_bytes, breakdown, place)

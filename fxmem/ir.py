@@ -184,7 +184,7 @@ class StaticBytes(PlainData):
     """What earlier micro-batches have left, where the step accumulates gradients."""
     optimizer_state_bytes: int = 0
     library_bytes: int = 0
-    """On CUDA, the workspaces of cuBLAS."""
+    """On CUDA, the workspaces of cuBLAS and cuBLASLt."""
 
     @property
     def total_bytes(self) -> int:

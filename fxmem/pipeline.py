@@ -21,17 +21,16 @@ from fxmem.emitted import (
     ProgramJudge,
     bound_bytes,
     emit_if_all_fits,
-    emit_point,
     emit_taken_over,
     emit_within_budget,
+    floor_bytes,
     is_on_cuda,
-    least_of,
+    least_bound_bytes,
     slack_of,
     stepped_in_backward,
     with_budget,
 )
 from fxmem.errors import InfeasibleBudgetError
-from fxmem.fake.stand_in import stand_in
 from fxmem.frontiers import begin_in_background, found, frontier_of
 from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Phase, Plan
 from fxmem.passes import compress_saved, lean_backwards
@@ -260,8 +259,7 @@ def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
         device = device_measured(profiled)
         if device is not None and device.type == "cuda":
             launch_seconds = measured_launch_seconds(device)
-    if stand_in() is None and any(device.type == "cuda" for device in profiled.devices):
-        torch.cuda.empty_cache()  # of what was measured
+            torch.cuda.empty_cache()  # of what was measured
     return replace(profiled, profile=priced_by_bound(profiled.profile, launch_seconds))
 
 
@@ -272,28 +270,16 @@ def _bound_seconds(profile: GraphProfile, point: FrontierPoint, settings: Settin
     return lower_bound(profile, settings.budget_bytes or point.peak_bytes, point.recompute_seconds)
 
 
-def floor_bytes(
-    profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint], emitted: Emitted | None = None
-) -> int:
-    """Return the least budget that can be kept by one of ``points``; ``emitted``: one of them, if it is there already."""
-    least = least_of(points)
-    if not is_on_cuda(profiled):
-        return least.peak_bytes
-    if emitted is None or emitted.point is not least:
-        emitted = emit_point(profiled, context, least)
-    return emitted.least_budget_bytes
-
-
 def least_bytes_within(profiled: Profiled, context: CompileContext, planned: list[Planned], budget_bytes: int) -> int:
     """Return the least budget that a plan of an earlier size can keep, if that is within ``budget_bytes``; else that of any
     plan. ``planned``: sizes of the same graph, to which this one is added if it had to be planned for."""
     profile, settings = profiled.profile, context.settings
     points = carried_over(profile, of_same_graph(profile, planned)[:1], settings.policy)
-    if points and (least_bytes := floor_bytes(profiled, context, points)) <= budget_bytes:
+    if points and (least_bytes := least_bound_bytes(profiled, context, points)) <= budget_bytes:
         return least_bytes
     points = frontier_of(profile, context)
     planned.append(Planned(profile, points))
-    return floor_bytes(profiled, context, points)
+    return least_bound_bytes(profiled, context, points)
 
 
 @dataclass(frozen=True, slots=True)

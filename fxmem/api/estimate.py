@@ -162,7 +162,8 @@ def estimate(
     backend: str = "eager",
     **options: Unpack[Options],
 ) -> Estimate:
-    """Return what one training step of ``model`` takes, without running it.
+    """Return what one training step of ``model`` takes, without running it: on a GPU its convolutions and batch norms alone
+    are run, one at a time on tensors of their own, as only that tells cuDNN's workspaces.
 
     - ``model``: in training mode; it may lie on the meta device (it is then taken to be on ``device``, CPU by default) or
       be made under a ``FakeTensorMode``.
@@ -171,7 +172,7 @@ def estimate(
       there is none; ``"cuda:a100-80gb"`` a GPU by name (:mod:`fxmem.devices`), for which no CUDA is needed: the model may
       stay on the CPU or the meta device. Autocast's lists, the choice of attention kernels, what is saved, optimizers'
       kernels, what ops take inside and the allocator are then CUDA's. Workspaces of cuDNN's convolutions are not in the
-      figures: with an upper bound of them, allocated and reserved bytes are ``cuda.most_...``.
+      figures for a GPU by name: with an upper bound of them, allocated and reserved bytes are ``cuda.most_...``.
     - ``backend``: ``"inductor"`` returns a :class:`fxmem.CompiledEstimate` of the step that torch.compile's Inductor would
       run, from the code that it generates; no kernel is compiled. It takes no ``device``.
 

@@ -16,14 +16,14 @@ from fxmem.capture.dynamic_batch import batch_dims, resized
 from fxmem.capture.export import capture, check_call, fitting
 from fxmem.capture.graph import CaptureGraph
 from fxmem.devices import DeviceModel
-from fxmem.emitted import bound_bytes
+from fxmem.emitted import bound_bytes, floor_bytes
 from fxmem.errors import FxMemError, InfeasibleBudgetError, InputError, ProfileError, first_lines
 from fxmem.fake.fake_tensors import FakeWorld, gradients_untouched
 from fxmem.fake.stand_in import standing_in
 from fxmem.frontiers import frontier_of
 from fxmem.microbatch import compile_in_pieces
 from fxmem.passes.context import CompileContext
-from fxmem.pipeline import compile_model, floor_bytes, least_bytes_within, profile_for_short_memory
+from fxmem.pipeline import compile_model, least_bytes_within, profile_for_short_memory
 from fxmem.planners.plan_transfer import Planned
 from fxmem.planners.simulate import keep_all, simulate
 from fxmem.profiling.allocator_state import AllocatorPeaks

@@ -31,7 +31,7 @@ class AllocatorPeaks:
     allocated_bytes: int
     reserved_bytes: int
     workspace_bytes: int = 0
-    """Of cuBLAS."""
+    """Of cuBLAS and cuBLASLt."""
     most_allocated_bytes: int = 0
     """With the workspaces of cuDNN's convolutions at their upper bound (:mod:`fxmem.profiling.cudnn_workspace`)."""
     most_reserved_bytes: int = 0

@@ -7,8 +7,8 @@ requests up to 1 MiB, of 20 MiB up to 10 MiB, above that of the request rounded 
 free neighbours. With ``expandable_segments:True`` each pool is one segment that grows at its end by pages of 2 or 20 MiB.
 Of free blocks of one size that of the oldest segment serves. Before torch 2.12 it was the one at the lowest address, and
 what is left unsplit depends on the driver, which promises nothing: then the larger peaks of two orders count (``ORDERS``).
-Not modelled: unmapping when memory runs out, several streams, graphs' private pools, what kernels and libraries
-allocate for themselves (cuBLAS and cuDNN workspaces are given as a constant).
+Not modelled: unmapping when memory runs out, several streams, graphs' private pools. What kernels and libraries allocate
+for themselves is in the stream (:mod:`fxmem.profiling.device_memory`).
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def allocator_peaks(stream: Iterable[Allocation], *, expandable: bool | None = N
     ``expandable``: whether segments are; None: as the environment has it.
     """
     expandable = expandable_segments() if expandable is None else expandable
-    events = tuple(stream)
+    events = stream if len(ORDERS) == 1 else tuple(stream)  # which may go on long after it repeats
     found = [peaks_of(events, CachingAllocator(expandable=expandable, rising=rising)) for rising in ORDERS]
     return AllocatorPeaks(max(p.allocated_bytes for p in found), max(p.reserved_bytes for p in found))
 

@@ -2,13 +2,13 @@
 
 In: an op and its arguments. Out: bytes. Which algorithm cuDNN takes is not known without the GPU. Where there is one, each
 call is made twice on tensors of its geometry (:func:`measured_workspaces`), and what the allocator handed out the second
-time, beside results and known copies, is the workspace. Nothing waits for the device; a geometry is measured once. For
+time, beside results and known copies, is the workspace. A geometry is measured once; the memory is given back. For
 another GPU, that of a convolution is the larger of the two kinds that cuDNN's heuristics choose among
 (:func:`workspace_bound`; cuDNN developer guide, convolution algorithms), and that of a batch norm, less than a MB, is 0:
 
 - tensor-core and implicit GEMM kernels that want channels last: a copy of input, weight and result;
-- Winograd's transform F(4x4, 3x3), not fused, of 3x3 kernels of stride 1: 36 numbers for each 4x4 tile of input and result,
-  and for each pair of channels (Lavin and Gray, 2016, section 4).
+- Winograd's transform F(4x4, 3x3), not fused, in fp32, of 3x3 kernels of stride 1: 36 numbers for each 4x4 tile of input
+  and result, and for each pair of channels (Lavin and Gray, 2016, section 4).
 
 FFT kernels and the trials of ``torch.backends.cudnn.benchmark`` may take more: PyTorch lets them have whatever is free.
 Beside published peaks the rule is in ``benchmarks/published_memory.py``.
@@ -29,6 +29,8 @@ CONVOLUTIONS = ("convolution", "convolution_backward")
 IN_CUDNN = (*CONVOLUTIONS, "cudnn_batch_norm", "cudnn_batch_norm_backward")
 """Ops that are measured."""
 
+ALIGNING_BYTES = 512
+"""Beside copies: on an H200 a convolution in bf16 took 16 more."""
 TILE, TRANSFORMED = 4, 36
 """Side of a tile of Winograd's transform, and numbers that stand for it."""
 
@@ -45,17 +47,17 @@ def workspace_bound(op: str, args: Mapping[str, Any]) -> int:
         return 0  # depthwise: PyTorch's own kernel
     result = args["grad_output"].shape if op == "convolution_backward" else _result_shape(x, weight, args)
     item = ITEM_BYTES[x.dtype]
-    copied = int(item * (x.numel + weight.numel + prod(result)))
+    copied = ALIGNING_BYTES + int(item * (x.numel + weight.numel + prod(result)))
     return max(copied, _winograd_bytes(x, weight, result, args))
 
 
 def _winograd_bytes(x: TensorRecord, weight: TensorRecord, result: Sequence[int], args: Mapping[str, Any]) -> int:
     ones = all(n == 1 for name in ("stride", "dilation") for n in args[name])
-    if tuple(weight.shape[2:]) != (3, 3) or not ones or args["groups"] != 1:
+    if x.dtype != "float32" or tuple(weight.shape[2:]) != (3, 3) or not ones or args["groups"] != 1:
         return 0
     tiles = x.shape[0] * prod(-(-side // TILE) for side in result[2:])
     pairs = weight.shape[0] * weight.shape[1]
-    return ITEM_BYTES[x.dtype] * TRANSFORMED * (tiles * sum(weight.shape[:2]) + pairs)
+    return 4 * TRANSFORMED * (tiles * sum(weight.shape[:2]) + pairs)
 
 
 def _result_shape(x: TensorRecord, weight: TensorRecord, args: Mapping[str, Any]) -> tuple[int, ...]:
@@ -88,17 +90,28 @@ def measured_workspaces(
     """Return what a call of ``func`` takes of its device beside its results and ``known_bytes``: one figure, or two of a
     convolution's backward, for the gradients of input and weight. None if it does not run, for want of memory say.
     ``arguments``: by the names of the op's schema, tensors of any kind on CUDA."""
-    flags = torch.backends.cudnn
-    settings = flags.enabled, flags.benchmark, flags.deterministic, flags.allow_tf32
     geometry = [_geometry(value) if isinstance(value, torch.Tensor) else value for value in arguments.values()]
-    key = f"{func} {settings} {torch.are_deterministic_algorithms_enabled()} {geometry}"
+    key = f"{func} {_settings()} {geometry}"
     if key not in _MEASURED:
         try:
             with without_modes(), torch.no_grad():
                 _MEASURED[key] = tuple(_beside_results(func, call, known_bytes) for call in _calls(arguments))
+        except torch.OutOfMemoryError:
+            return None  # another time there may be room
         except Exception:  # whatever cuDNN and the allocator may say: the bound is reported instead
             _MEASURED[key] = None
     return _MEASURED[key]
+
+
+def _settings() -> tuple[object, ...]:
+    """Return what decides which algorithms cuDNN may take."""
+    flags = torch.backends.cudnn
+    try:
+        precision: object = flags.allow_tf32
+    except RuntimeError:  # precisions were set by newer names, which cannot be read
+        precision = None
+    deterministic = flags.deterministic, torch.are_deterministic_algorithms_enabled()
+    return flags.enabled, flags.benchmark, *deterministic, precision
 
 
 def give_back_measured() -> None:
@@ -137,6 +150,8 @@ def _beside_results(
         results = [t for t in leaves_of(func(**call)) if isinstance(t, torch.Tensor)]
         taken = _handed_out(device) - before - sum(t.untyped_storage().nbytes() for t in results)
         del results
+    if taken < 0:
+        raise RuntimeError("this allocator does not count requests")
     return max(0, taken - known_bytes(call))
 
 

@@ -50,7 +50,7 @@ class Inside:
 def _in_blocks(scratch: Scratch) -> Scratch:
     """Return what CUDA's allocator counts: each allocation is rounded up."""
     given = scratch.blocks, scratch.first, scratch.whole, scratch.between, scratch.after, *scratch.phases
-    blocks, first, whole, between, after, *phases = (tuple(map(rounded, each)) for each in given)
+    blocks, first, whole, between, after, *phases = (tuple(n and rounded(n) for n in each) for each in given)
     return replace(scratch, blocks=blocks, first=first, whole=whole, between=between, after=after, phases=tuple(phases))
 
 
@@ -145,7 +145,8 @@ def cublaslt_workspace_bytes() -> int:
     """Return what cuBLASLt keeps of its own for each thread that adds a bias to a product in it; since torch 2.12 it shares
     cuBLAS's. Source: cuda/CUDABlas.cpp, ``_parseChosenWorkspaceSize``; cuda/Blas.cpp, ``isInputCompliesAddmmCudaLt``."""
     unified = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", str(int(torch_release() >= (2, 12))))
-    return 0 if unified == "1" else int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", "1024")) << 10
+    size = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    return 0 if unified == "1" else int(size if size.isdigit() else "1024") << 10
 
 
 def _is_on_cuda(args: Any) -> bool:
@@ -154,9 +155,11 @@ def _is_on_cuda(args: Any) -> bool:
 
 def _with_workspaces(scratch: Scratch, workspaces: tuple[int, ...]) -> Scratch:
     """Return ``scratch`` and workspaces beside it: one for each gradient that a backward makes, or one at the end."""
+    if not any(workspaces):
+        return scratch
     if len(workspaces) > 1:
         return replace(scratch, after=workspaces)
-    return replace(scratch, phases=(*scratch.phases, workspaces)) if any(workspaces) else scratch
+    return replace(scratch, phases=(*scratch.phases, workspaces))
 
 
 def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -111,12 +111,12 @@ class StepEvents:
         there = dict(zip(now.gradients, (key for _, key, _ in self.gradients), strict=False))
         lacking, present = now.lacking(self.libraries), self.gradients[len(there) :]
         steps = replace(self, present=present, state=() if now.has_state else self.state, libraries=lacking)
-        events, most_bytes = tuple(steps.history()), 0
+        most_bytes = 0
         for rising in ORDERS:
             allocator = CachingAllocator.holding(now, there, rising=rising)
             own_bytes = now.own_bytes + allocator.owned_bytes + self.library_bytes - steps.library_bytes
             others = allocator.allocated_bytes - own_bytes
-            most_bytes = max(most_bytes, peaks_of(events, allocator).allocated_bytes - others)
+            most_bytes = max(most_bytes, peaks_of(steps.history(), allocator).allocated_bytes - others)
         return most_bytes
 
     def _with_workspaces(self) -> StepEvents:

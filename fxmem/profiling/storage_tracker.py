@@ -153,7 +153,7 @@ class StorageTracker(TorchDispatchMode):
                 self._see(self._memory.made_first(func, args, kwargs, output), counted=True)
                 for made, nbytes in zip(early, scratch.after, strict=False) if scratch.after else ():
                     self._see(made, counted=True)
-                    with self._beside((nbytes,)):
+                    with self._beside((nbytes,) if nbytes else ()):
                         pass
                 self._see(early, counted=True)
                 if inside.workspace_bound:

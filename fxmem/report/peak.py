@@ -46,7 +46,7 @@ class Breakdown(PlainData):
     temporaries_bytes: int
     """All else: gradients of activations, workspace of a composite op, the optimizer's temporaries."""
     library_bytes: int
-    """Workspaces that libraries keep: cuBLAS's."""
+    """Workspaces that libraries keep: those of cuBLAS and cuBLASLt."""
     held_by_code_bytes: int
     """What local variables and attributes of the model's own code hold longer than its graph needs."""
 

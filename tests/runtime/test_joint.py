@@ -146,6 +146,26 @@ def _hooked(model: nn.Module, x: Tensor) -> None:
 STAYING = [_part, _written_output, _used_outside, _hooked, _two_forwards, _micro_batches, _retain]
 
 
+class GivenTwice(nn.Module):
+    """A gradient goes to a parameter, to be summed, and to what is computed next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v, self.twice = (nn.Parameter(torch.randn(16, 16)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, h = (self.w * x).exp(), self.v * x + self.twice
+        return ((h.sin() + self.twice) + y).tanh()
+
+
+def test_a_program_whose_gradients_cannot_be_summed_in_place_is_tried_with_sums_apart() -> None:
+    optimized, x = fxmem.optimize(GivenTwice(), torch.randn(16, 16), optimizer=None), torch.randn(16, 16)
+    for _ in range(3):
+        optimized.zero_grad()
+        optimized(x).sum().backward()
+    assert optimized.fxmem.runtime == "program"
+
+
 def test_what_autograd_promises_holds_for_programs() -> None:
     eager, optimized, x = _warm()
     for seed, action in enumerate(STAYING):

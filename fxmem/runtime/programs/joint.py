@@ -295,9 +295,12 @@ class JointSteps:
                 # Sums of gradients are made beside these: where there are any, none may wait.
                 at_once = self._gradients_are_there() or max(recording.num_uses) > 1
                 program = self._programs[at_once] = program_of(recording, at_once=at_once)
-                with random_states_kept(devices):
-                    if bits != bits_by(program, arguments, seen, self.written):
-                        self.refusal = "a program of it has other bits"
+                for in_place in (True, False):
+                    with random_states_kept(devices):
+                        if bits == bits_by(program, arguments, seen, self.written, in_place=in_place):
+                            break
+                else:
+                    self.refusal = "a program of it has other bits"
         except Exception as error:  # NOTE [Writing down] in written_step.py
             self.refusal = f"it could not be written down ({type(error).__name__}: {error})"
         return None if self.refusal else recording

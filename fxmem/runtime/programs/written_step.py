@@ -88,10 +88,16 @@ def written_down(
 
 
 def bits_by(
-    program: Program, arguments: tuple[torch.Tensor, ...], seen: Seen, written: dict[str, torch.Tensor]
+    program: Program,
+    arguments: tuple[torch.Tensor, ...],
+    seen: Seen,
+    written: dict[str, torch.Tensor],
+    *,
+    in_place: bool,
 ) -> list[int | None]:
     """Return the bits of a step by a program, on the gradients that were drawn for the one written down. ``written``:
-    buffers that it writes, which are put back."""
+    buffers that it writes, which are put back. ``in_place``: sum gradients of one argument as autograd does; where the
+    program reads one later, that gives other bits."""
     left = Counter(argument for part in program.parts for argument in part)
     bits: dict[int, int | None] = {}
     sums: dict[int, torch.Tensor] = {}
@@ -109,8 +115,9 @@ def bits_by(
                     left[argument] -= 1
                     total = gradient
                     if argument in sums:
-                        others = (*arguments, *given, *sums.values())
-                        total = _sum(sums.pop(argument), gradient, others, found)
+                        total, others = sums.pop(argument), (*arguments, *given, *program.constants, *sums.values())
+                        may_write = in_place and _is_alone(total, others, found)
+                        total = total.add_(gradient) if may_write else total + gradient
                     if left[argument]:
                         sums[argument] = total
                     else:
@@ -125,15 +132,12 @@ def bits_by(
     return [*bits_of_outputs, *[bits.get(i) for i in with_grad]]
 
 
-def _sum(
-    total: torch.Tensor, gradient: torch.Tensor, others: Sequence[Any], found: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Add as autograd does: in place where ``total`` is a whole storage that nothing else has. ``others`` has it once, and
-    so may ``found``. A value saved for the backward never is a gradient; were it one, the trial would find other bits."""
-    key = storage_key(total)
-    held, again = (sum(isinstance(t, torch.Tensor) and storage_key(t) == key for t in each) for each in (others, found))
-    is_alone = held == 1 and again <= 1 and total.untyped_storage().nbytes() == total.nbytes
-    return total.add_(gradient) if is_alone else total + gradient
+def _is_alone(tensor: torch.Tensor, others: Sequence[Any], found: Sequence[torch.Tensor]) -> bool:
+    """Whether ``tensor`` is a whole storage that none of the ``others`` has, nor another tensor of ``found``."""
+    key = storage_key(tensor)
+    is_shared = any(isinstance(t, torch.Tensor) and storage_key(t) == key for t in others)
+    is_shared |= any(t is not tensor and storage_key(t) == key for t in found)
+    return not is_shared and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 class _Gradients:
