@@ -311,7 +311,8 @@ def test_peaks_on_a_gpu_are_those_of_segments_in_the_order_that_its_driver_gave(
     assert (len(on_an_h200()), other) == (10, ["llama bf16"])
 
 
-def test_the_larger_peak_of_both_orders_is_never_below_that_of_a_gpu_and_at_most_a_thousandth_above() -> None:
+def test_the_larger_peak_of_both_orders_is_never_below_that_of_a_gpu_and_little_above() -> None:
+    """By .1 % of allocated and .7 % of reserved bytes."""
     for recorded in on_an_h200().values():
         peaks = [replayed(recorded["events"], rising=rising) for rising in (False, True)]
         allocated, reserved = max(p[0] for p in peaks), max(p[1] for p in peaks)
