@@ -230,11 +230,14 @@ def _ran(
 ) -> FakeStep:
     """Run a training step. Where the backward leaves other gradients than were ``seen``, it is run again after a
     micro-batch that tells."""
-    if seen is not None:
-        ran = _fake_step(subject, captured, inputs, step, seen, watching)
-        if ran.gradients == seen.gradients:
-            return ran
-    return _fake_step(subject, captured, inputs, step, None, watching)
+    try:
+        if seen is not None:
+            ran = _fake_step(subject, captured, inputs, step, seen, watching)
+            if ran.gradients == seen.gradients:
+                return ran
+        return _fake_step(subject, captured, inputs, step, None, watching)
+    finally:
+        give_back_measured()
 
 
 def _fake_step(
@@ -294,7 +297,6 @@ def _fake_step(
                 state.clear()
                 world.forget(buffers)
             _run_steps(forward, batches, step, step.loss_on(targets), optimizer, captured.autocast, on_phase, scaler)
-    give_back_measured()
     libraries = tuple(tracker.workspaces.values())
     peak_bytes, watched = tracker.peak_bytes + sum(libraries), None if watch is None else watch.watched()
     return FakeStep(peak_bytes, left, log.events(libraries), state_bytes, sum(libraries), watched)
