@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -198,28 +198,37 @@ class _Look:
         self._values = list(chain.from_iterable(self._holders))
         registered = [*(m._parameters for m in modules), *buffers]
         self._tensors = [t for tensors in registered for t in tensors.values() if t is not None]
-        self._facts = list(map(_facts, self._tensors))
+        self._known = list(map(_KNOWN, self._tensors))
+        self._strided = [t for t in self._tensors if t.layout is torch.strided]
+        self._strides = list(map(torch.Tensor.stride, self._strided))
+        self._offsets = list(map(torch.Tensor.storage_offset, self._strided))
         self._placed = [t for t in self._tensors if has_memory(t)]
         self._places = list(map(torch.Tensor.data_ptr, self._placed))
         """By which tensors that come to lie on one storage are noticed."""
 
     def differs(self) -> bool:
-        """True if some value, or what is known of some tensor, is no longer the same."""
+        """True if some value, or what is known of some tensor, is no longer the same. Asked in every step: nothing of
+        Python runs for each tensor."""
         values = list(chain.from_iterable(self._holders))
         return (
             any(self._empty)
             or len(values) != len(self._values)
             or not all(map(is_, values, self._values))
-            or list(map(_facts, self._tensors)) != self._facts
+            or list(map(_KNOWN, self._tensors)) != self._known
+            or list(map(torch.Tensor.stride, self._strided)) != self._strides
+            or list(map(torch.Tensor.storage_offset, self._strided)) != self._offsets
             or list(map(torch.Tensor.data_ptr, self._placed)) != self._places
         )
 
 
+_KNOWN = attrgetter("requires_grad", "dtype", "device", "layout", "shape")
+"""What may change of a parameter or buffer that stays the same object, beside strides and offset."""
+
+
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what may change of a parameter or buffer that stays the same object."""
-    strided = tensor.layout is torch.strided
-    place = (tensor.stride(), tensor.storage_offset()) if strided else ()
-    return (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, place)
+    place = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
+    return (*_KNOWN(tensor), place)
 
 
 def _first_on_memory(model: torch.nn.Module, left: Left) -> dict[int, int]:
