@@ -9,6 +9,7 @@ what DDP holds beside it; for FSDP2 the peak of one rank alone, in a process gro
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    gc.disable()  # it runs at other moments each time, and with it FSDP2's peaks differ by a block or two that is gathered
     if given.alone:
         print(alone(given.alone, given.rank, given.ranks))
         return
