@@ -11,8 +11,7 @@ Three commands, each writing one JSON file:
   the first steps, in which a program may be written down, ``told`` and ``steady`` of those after them.
 
 ``... table PREDICTED MEASURED`` prints the two side by side. Options: ``--budget-of``, ``--runtime``; ``--cases a,b``,
-names that contain one of these, in this order;
-``--jobs``, so many at a time.
+names that contain one of these, in this order; ``--jobs``, so many at a time.
 """
 
 from __future__ import annotations
@@ -98,10 +97,8 @@ def on_cuda(case: Case) -> tuple[nn.Module, Any, Any]:
     model = case.build().cuda()
     args, kwargs = case.inputs()
     batch = tuple(a.cuda() for a in args), {name: t.cuda() for name, t in kwargs.items()}
-    scaler = torch.amp.GradScaler(
-        "cuda", init_scale=1.0
-    )  # a larger one leaves out first steps: no state of the optimizer
-    return model, batch, scaler if case.scaled else None
+    # a larger scale leaves out first steps: then the optimizer has no state
+    return model, batch, torch.amp.GradScaler("cuda", init_scale=1.0) if case.scaled else None
 
 
 def measured_step(
@@ -197,16 +194,11 @@ def _timed(of: Callable[[str], Any], name: str) -> tuple[str, float, Any]:
     return name, time.perf_counter() - start, result
 
 
-def _budgets(asked_for: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    return list(under_budgets(CASES[name], asked_for))
-
-
-def _predicted(device: str, name: str) -> dict[str, Any]:
-    return predicted(CASES[name], device)
-
-
-def _measured(name: str) -> dict[str, Any]:
-    return measured(CASES[name])
+def _result(command: str, device: str, asked_for: dict[str, Any], name: str) -> Any:
+    """Return what ``command`` finds of the case ``name``."""
+    if command == "predict":
+        return predicted(CASES[name], device)
+    return measured(CASES[name]) if command == "measure" else list(under_budgets(CASES[name], asked_for))
 
 
 def table(before: Path, after: Path) -> None:
@@ -279,12 +271,7 @@ def main(arguments: list[str]) -> None:
         table(Path(given.device), given.file)
         return
     asked_for = {"budget_of": given.budget_of, "runtime": given.runtime}
-    of: dict[str, Callable[[str], Any]] = {
-        "predict": partial(_predicted, given.device),
-        "measure": _measured,
-        "budgets": partial(_budgets, asked_for),
-    }
-    _each(of[given.command], names, given.file, given.jobs)
+    _each(partial(_result, given.command, given.device, asked_for), names, given.file, given.jobs)
 
 
 if __name__ == "__main__":

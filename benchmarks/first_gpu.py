@@ -195,9 +195,9 @@ def main(arguments: list[str]) -> int:
             target.write_text(json.dumps(results, indent=1) + "\n")
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        list(pool.map(take, [m for m in wanted if not (m.alone and given.jobs > 1)]))
+        list(pool.map(take, [measurement for measurement in wanted if not measurement.alone]))
     for measurement in wanted:
-        if measurement.alone and given.jobs > 1:
+        if measurement.alone:
             take(measurement)
     print(table(results, stub))
     return 0

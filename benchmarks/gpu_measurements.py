@@ -226,9 +226,8 @@ def convolutions() -> Rows:
             model = case.model().cuda().to(memory_format=layout)  # type: ignore[call-overload]
             x = case.inputs()[0][0].cuda().to(memory_format=layout)
             with torch.backends.cudnn.flags(**{"enabled": True, "allow_tf32": True, **MODES[mode]}):
-                for step in (
-                    ("first", "second") if "benchmark" in mode else ("only",)
-                ):  # benchmark tries algorithms first
+                tries = torch.backends.cudnn.benchmark  # algorithms, in the first step
+                for step in ("first", "second") if tries else ("only",):
                     with OpScratch() as ran, torch.autocast("cuda", half or torch.float16, enabled=half is not None):
                         model(x).sum().backward()
                     yield from _calls(f"{label}, {step} step", ran.records)

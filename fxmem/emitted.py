@@ -54,29 +54,30 @@ class Emitted:
     """What a budget bounds (:func:`bound_bytes`)."""
 
 
-def least_budget_bytes(emitted: Emitted, settings: Settings) -> int:
-    """Return the least budget to tell of, under which ``emitted`` can be had later too: on a GPU with room for an unsplit
-    block, as another moment finds other free ones."""
-    varies = emitted.cuda is not None and settings.budget_of == "allocated" and stand_in() is None
-    return emitted.bound_bytes + (MOST_UNSPLIT_BYTES if varies else 0)
-
-
 def floor_bytes(
     profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint], emitted: Emitted | None = None
 ) -> int:
     """Return the least budget to tell of that one of ``points`` keeps; ``emitted``: one of them, if it is there already."""
+    return least_bound_bytes(profiled, context, points, emitted) + _room_told_bytes(profiled, context.settings)
+
+
+def least_bound_bytes(
+    profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint], emitted: Emitted | None = None
+) -> int:
+    """Return the least that one of ``points`` takes of what a budget bounds."""
     least = least_of(points)
     if not is_on_cuda(profiled):
         return least.peak_bytes
     if emitted is None or emitted.point is not least:
         emitted = emit_point(profiled, context, least)
-    return least_budget_bytes(emitted, context.settings)
+    return emitted.bound_bytes
 
 
-def least_bound_bytes(profiled: Profiled, context: CompileContext, points: Sequence[FrontierPoint]) -> int:
-    """Return the least that one of ``points`` takes of what a budget bounds."""
-    least = least_of(points)
-    return emit_point(profiled, context, least).bound_bytes if is_on_cuda(profiled) else least.peak_bytes
+def _room_told_bytes(profiled: Profiled, settings: Settings) -> int:
+    """Return what is told on top of the least that a step takes now, so that it can be had later too: on a GPU another
+    moment finds other free blocks, and one that is left unsplit counts whole."""
+    varies = is_on_cuda(profiled) and settings.budget_of == "allocated" and stand_in() is None
+    return MOST_UNSPLIT_BYTES if varies else 0
 
 
 def emit_if_all_fits(profiled: Profiled, context: CompileContext) -> Emitted | None:
@@ -113,7 +114,7 @@ def emit_within_budget(profiled: Profiled, context: CompileContext, points: tupl
         assert budget_bytes is not None
         emitted = _emit_least(profiled, context, points)
         if emitted.bound_bytes > budget_bytes:
-            raise _infeasible(profiled.profile, emitted, budget_bytes, context.settings)
+            raise _infeasible(profiled, emitted, budget_bytes, context.settings)
     return emitted
 
 
@@ -300,8 +301,9 @@ def least_of(points: Sequence[FrontierPoint]) -> FrontierPoint:
     return min(points, key=lambda point: point.peak_bytes)
 
 
-def _infeasible(profile: GraphProfile, least: Emitted, budget_bytes: int, settings: Settings) -> InfeasibleBudgetError:
-    timeline, least_bytes = least.timeline, least_budget_bytes(least, settings)
+def _infeasible(profiled: Profiled, least: Emitted, budget_bytes: int, settings: Settings) -> InfeasibleBudgetError:
+    profile, timeline = profiled.profile, least.timeline
+    least_bytes = least.bound_bytes + _room_told_bytes(profiled, settings)
     place = str(place_of(profile, timeline.peak_step))
     if "recompute" not in settings.allow:
         remedy = 'allow= lets nothing be recomputed: add "recompute" to it.'

@@ -207,7 +207,7 @@ def test_a_model_recomputed_on_cuda_has_eager_bits() -> None:
 
 @pytest.mark.cuda
 def test_what_convolutions_take_inside_is_within_the_budget(present_bytes: int) -> None:
-    """On a GPU that is cuDNN's workspaces, which are measured; the emulated one has none."""
+    """On a GPU that is cuDNN's workspaces, which are measured; the emulated one has those of FXMEM_STUB_CUDNN_WORKSPACE."""
     blocks = (nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.SiLU()) for _ in range(6))
     model, x = nn.Sequential(*blocks).cuda(), torch.randn(16, 64, 112, 112, device="cuda")
     least = fxmem.optimize(model, x, optimizer=None, plan_seconds=1).report.floor_bytes
@@ -219,7 +219,7 @@ def test_what_convolutions_take_inside_is_within_the_budget(present_bytes: int) 
     cuda = optimized.fxmem.report.cuda
     assert cuda is not None
     assert cuda.most_allocated_bytes == cuda.allocated_bytes  # nothing is left to a bound
-    assert torch.cuda.max_memory_allocated() - present_bytes <= cuda.allocated_bytes + MIB <= least + MIB
+    assert torch.cuda.max_memory_allocated() - present_bytes <= cuda.allocated_bytes <= least
 
 
 @pytest.mark.cuda
@@ -231,7 +231,7 @@ def test_an_optimizer_on_cuda_is_planned_with_its_multi_tensor_kernels(present_b
     for _ in range(2):
         with fxmem.track(model, optimizer, x) as memory:
             run_step(lambda: model(x), optimizer=optimizer)
-    assert abs(memory.peak_bytes - present_bytes - estimated.peak_bytes) <= MIB
+    assert abs(memory.peak_bytes - present_bytes - estimated.peak_bytes) < MIB
 
 
 @pytest.mark.cuda

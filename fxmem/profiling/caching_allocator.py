@@ -193,14 +193,14 @@ class CachingAllocator:
 
     def _address(self, nbytes: int) -> int:
         """Return where a segment of ``nbytes`` lies."""
-        if not self._rising and nbytes > self._left_of_chunk:
-            self._left_of_chunk = -(-nbytes // CHUNK_BYTES) * CHUNK_BYTES
-            self._lowest -= self._left_of_chunk
-            self._next_address = self._lowest
-        address = self._next_address
+        if not self._rising:
+            if nbytes > self._left_of_chunk:
+                self._left_of_chunk = -(-nbytes // CHUNK_BYTES) * CHUNK_BYTES
+                self._lowest -= self._left_of_chunk
+                self._next_address = self._lowest
+            self._left_of_chunk -= nbytes
         self._next_address += nbytes
-        self._left_of_chunk -= nbytes
-        return address
+        return self._next_address - nbytes
 
     def _expand(self, size: int, small: bool) -> _Block:
         """Map as many pages behind the pool's last block as ``size`` lacks; they join it if it is free."""

@@ -80,10 +80,11 @@ class DeviceMemory:
         name = func.overloadpacket.__name__
         if self.model is None or not (has_rule(name) or name in IN_CUDNN) or not _is_on_cuda(args):
             return _NOTHING
-        arguments = _by_name(func, args, kwargs)
+        given = _given(func, args, kwargs)
+        arguments = _plain_by_name(given)
         scratch, bound = scratch_of(name, arguments, self.model), 0
         if name in IN_CUDNN:
-            measured = self._measured(name, func, args, kwargs)
+            measured = self._measured(name, func, given)
             scratch = scratch if measured is None else _with_workspaces(scratch, measured)
             bound = workspace_bound(name, arguments) if measured is None else 0
         return Inside(_in_blocks(scratch), self._libraries(name, arguments), rounded(bound) if bound else 0)
@@ -94,15 +95,15 @@ class DeviceMemory:
         libraries = {"cuBLAS": cublas_workspace_bytes(self.model.capability)}
         return {**libraries, "cuBLASLt": cublaslt_workspace_bytes()} if uses_cublaslt(name, arguments) else libraries
 
-    def _measured(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
+    def _measured(self, name: str, func: Any, arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Return the workspaces that an op in cuDNN takes on this machine's GPU; None if another stands in for it."""
         if stand_in() is not None or not torch.cuda.is_available():
             return None
-        model, arguments = self.model, _given(func, args, kwargs)
+        model = self.model
         assert model is not None
 
         def known_bytes(call: Mapping[str, Any]) -> int:
-            scratch = scratch_of(name, {key: _plain(value) for key, value in call.items()}, model)
+            scratch = scratch_of(name, _plain_by_name(call), model)
             return sum(map(sum, (scratch.blocks, scratch.first, scratch.whole)))
 
         return measured_workspaces(func, arguments, known_bytes)
@@ -115,7 +116,7 @@ class DeviceMemory:
     def made_first(self, func: Any, args: Any, kwargs: Any, output: Any) -> list[Any]:
         """Return those results of a dispatched op that its kernel on CUDA allocates before the others."""
         fact = _MADE_FIRST.get(func)
-        if fact is None or not _IS_THERE[fact.where](_by_name(func, args, kwargs)):
+        if fact is None or not _IS_THERE[fact.where](_plain_by_name(_given(func, args, kwargs))):
             return []
         return [output[place] for place in fact.places]
 
@@ -169,9 +170,8 @@ def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return given | {a.name: value for a, value in zip(declared, args, strict=False)} | dict(kwargs)
 
 
-def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the same with tensors as plain data."""
-    return {name: _plain(value) for name, value in _given(func, args, kwargs).items()}
+def _plain_by_name(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in given.items()}
 
 
 def _plain(value: Any) -> Any:

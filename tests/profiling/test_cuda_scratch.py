@@ -200,6 +200,7 @@ def test_a_workspace_is_what_an_op_is_handed_out_beside_results_and_known_copies
         return results
 
     monkeypatch.setattr(cudnn_workspace, "_handed_out", lambda device: handed_out)
+    monkeypatch.setattr(cudnn_workspace, "_MEASURED", {})
     arguments = {"grad_output": torch.ones(3), "input": torch.ones(5)}
     for mask, expected in (([True, True, False], (100, 20)), ([False, True, True], (0, 20))):
         found = measured_workspaces(convolution_backward, {**arguments, "output_mask": mask}, lambda call: 4096)
