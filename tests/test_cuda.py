@@ -141,7 +141,7 @@ def test_a_model_trains_on_cuda_inside_its_budget(present_bytes: int, runtime: s
         with fxmem.track(model, x) as memory:
             run_step(lambda candidate=candidate: candidate(x))
         peaks.append(memory.peak_bytes - present_bytes)
-    assert abs(peaks[2] - optimized.report.eager_peak_bytes) < MIB
+    assert abs(peaks[2] - optimized.report.eager_peak_bytes) <= MIB
     if runtime == "tape":
         assert abs(peaks[3] - optimized.report.predicted_peak_bytes) < MIB
     assert peaks[3] <= budget < peaks[2]

@@ -56,14 +56,15 @@ RULES: dict[str, Rule] = {}
 
 CUBLAS = (
     *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
-    *("_addmm_activation", "_scaled_mm", "_int_mm", "_grouped_mm"),
+    *("_addmm_activation", "_scaled_mm", "_int_mm"),
 )
 """Ops that run in cuBLAS or cuBLASLt."""
 
 
 def uses_cublas(op: str) -> bool:
-    """True if ``op`` takes cuBLAS's handle of its thread, which comes with a workspace."""
-    return _base(op) in CUBLAS
+    """True if ``op`` takes cuBLAS's handle of its thread, which comes with a workspace; products of groups do on some GPUs,
+    one after the other."""
+    return _base(op) in (*CUBLAS, "_grouped_mm")
 
 
 def uses_cublaslt(op: str, args: Arguments) -> bool:

@@ -94,6 +94,22 @@ def cudnn_attention_backward(args: Arguments, device: DeviceModel) -> Scratch:
     return takes(query.nbytes, query.nbytes, 4 * batch * heads * rows, exact=False)
 
 
+# -- matrix products of groups ---------------------------------------------------------------------------------------------
+
+
+@rule("_grouped_mm")
+def grouped_product(args: Arguments, device: DeviceModel) -> Scratch:
+    """In bf16 on GPUs of capability 9 and 10, three pointers, three strides and a shape of every group, and for each SM
+    the tensor maps of its kernel. Elsewhere one product after the other: nothing. Exact. Source: cuda/GroupMM.cu,
+    ``bf16bf16_grouped_gemm_impl_sm90_sm100``; CUTLASS's ``get_workspace_size``."""
+    per_sm = {9: 512, 10: 5376}.get(device.capability[0])
+    if per_sm is None or args["self"].dtype != "bfloat16":
+        return Scratch()
+    ends = args.get("offs")
+    num_groups = args["self"].shape[0] if ends is None else ends.numel
+    return takes(60 * num_groups, per_sm * device.num_sms)
+
+
 # -- layer and group norms -------------------------------------------------------------------------------------------------
 
 

@@ -262,6 +262,13 @@ def _rest(dtype: torch.dtype) -> Iterator[Case]:
     for name, call in {"mm": torch.mm, "matmul": torch.matmul}.items():  # the gradient of a sum is expanded
         yield case(f"{name}, summed", lambda a, b, call=call: call(a, b).sum(), (512, 256), (256, 384), dtype=dtype)
     yield case("bmm, summed", lambda a, b: torch.bmm(a, b).sum(), (16, 64, 32), (16, 32, 96), dtype=dtype)
+    for groups, rows, width in ((4, 256, 64), (8, 1024, 128), (64, 4096, 256)):
+        each = torch.arange(1, groups + 1, dtype=torch.int32) * (rows // groups)
+        yield case(
+            f"grouped_mm {groups}x{rows}x{width}",
+            lambda a, b, ends=each: F.grouped_mm(a, b, offs=ends.to(a.device)),
+            (rows, width), (groups, width, 2 * width), dtype=dtype,
+        )  # fmt: skip
     yield case("baddbmm", torch.baddbmm, (16, 64, 96), (16, 64, 32), (16, 32, 96), dtype=dtype)
     yield case("mv", torch.mv, (512, 256), (256,), dtype=dtype)
     yield case("dot", torch.dot, (4096,), (4096,), dtype=dtype)

@@ -47,7 +47,7 @@ def predicted(record: dict[str, Any], device: str) -> Scratch:
 
 
 NOT_RECORDED = frozenset(
-    ("_addmm_activation", "_scaled_mm", "_int_mm", "_grouped_mm", "addbmm", "addmv", "vdot", "_index_put_impl_")
+    ("_addmm_activation", "_scaled_mm", "_int_mm", "addbmm", "addmv", "vdot", "_index_put_impl_")
     + ("_embedding_bag_dense_backward", "index_put_")
 )
 """Ops that no case calls by this name; their rules are those of others."""
