@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
+from weakref import WeakMethod
 
 import torch
 
@@ -108,7 +109,14 @@ class CompiledNamespace:
         from fxmem.compiled.backend import Backend
         from fxmem.compiled.lower import BREAKS, whole_graphs
 
-        self._backend, self._breaks, self._whole_graphs = Backend(settings, self._around), BREAKS, whole_graphs
+        around = WeakMethod(self._around)  # torch keeps backends for good, which must not keep the model
+
+        def ask(tensors: Sequence[torch.Tensor]) -> Surroundings:
+            found = around()
+            assert found is not None
+            return found(tensors)
+
+        self._backend, self._breaks, self._whole_graphs = Backend(settings, ask), BREAKS, whole_graphs
         self._call: Callable[..., Any] = torch.compile(
             original.forward, backend=self._backend, fullgraph=True, dynamic=False
         )

@@ -21,10 +21,15 @@ from fxmem.compiled.lower import function_of, lowered_backward, lowered_forward
 from fxmem.compiled.scratch import scratch_bytes
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.errors import FxMemError, ProfileError, first_lines
-from fxmem.profiling.device_memory import DeviceMemory
+from fxmem.fake.attention import torch_release
+from fxmem.ir import Phase
 from fxmem.profiling.roofline import Hardware, flops_of
+from fxmem.profiling.step_events import StepLog
 from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.torch_private import FakeTensorMode, OpOverload, storage_key, tree_leaves
+
+HOLDS_TANGENTS = torch_release() < (2, 13)
+"""Whether AOTAutograd keeps the gradients that a backward is given until its code has run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,45 +70,68 @@ class _Run:
         self._forward, self._backward = parts
         self._num_outputs, self._around, self._hardware = num_outputs, around, hardware
         self._seconds, self._scratch_peak = 0.0, 0
-        inputs = _placeholders(self._forward)
-        devices = [n.meta["val"].device for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
-        self._tracker = StorageTracker(on_op=self._note_op, memory=DeviceMemory.of(devices))
+        self._log = log = StepLog()
+        self._tracker = StorageTracker(log.note, self._note_op, around.memory, log.note_library, log.note_workspace)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def step(self) -> StepRun:
         tracker, around = self._tracker, self._around
+        self._hold_present()
         forward = function_of(lowered_forward(self._forward, self._num_outputs), self._note_kernel)
         with torch.no_grad(), self._mode:
             inputs = [self._blank(n.meta["val"]) for n in _placeholders(self._forward)]
             with tracker:
                 results = list(forward(list(inputs)))
-        forward_peak, saved = max(tracker.peak_bytes, self._scratch_peak), tracker.live_bytes
+        forward_peak, saved = self._peak_since(), tracker.live_bytes
         outputs, kept = results[: self._num_outputs], results[self._num_outputs :]
         del results
+        free_loss = tracker.repeat(around.loss)
+        tracker.keep_workspaces(around.libraries)
+        loss_peak = self._peak_since()
         tangents = _restride(self._backward, kept)
         backward = function_of(lowered_backward(self._backward, len(kept), self._donated()), self._note_kernel)
-        tracker.peak_bytes = self._scratch_peak = 0
+        tracker.thread = "autograd"
         with torch.no_grad(), self._mode:
             args = [*kept, *(self._blank(n.meta["val"]) for n in tangents)]
             given = [t for t in args[len(kept) :] if isinstance(t, torch.Tensor)]
             tracker.hold(given)
-            root = [t for t in given if t.numel() == 1]  # of a loss, which the backward holds to its end
+            held = [t for t in given if t.numel() == 1 or HOLDS_TANGENTS]  # a loss's the engine holds, see surroundings
             del kept, given  # and nobody else holds tangents: the code lets go of them when it has read them
             with tracker:
-                gradients = backward(args)
-        backward_peak, end = max(tracker.peak_bytes, self._scratch_peak), tracker.live_bytes
-        copied = max((_copied_bytes(g, x) for g, x in zip(gradients, inputs, strict=True)), default=0)
-        del outputs, gradients, inputs, root
-        fixed = around.fixed_bytes
-        peak = fixed + max(
-            forward_peak,
-            saved + around.loss_peak_bytes,
-            backward_peak + around.held_in_backward_bytes,
-            end + copied + around.held_in_backward_bytes,
-            end + around.optimizer_bytes,
-        )
-        peaks = fixed + forward_peak, fixed + saved, fixed + backward_peak, fixed + end
-        return StepRun(peak, *peaks, self._seconds, fixed + end + around.optimizer_bytes)
+                gradients = list(backward(args))
+                for place, parameter in enumerate(inputs):
+                    gradients[place] = _laid_out_as(parameter, gradients[place])
+        backward_peak = self._peak_since()
+        free_loss()
+        tracker.hold_bytes(around.loss_left)
+        del held
+        end = tracker.live_bytes
+        self._log.phase_starts(Phase.OPTIMIZER)
+        tracker.repeat(around.optimizer)
+        floor = self._peak_since()
+        peak = max(forward_peak, loss_peak, backward_peak, floor)
+        del outputs, gradients, inputs
+        return StepRun(self._allocated(peak), forward_peak, saved, backward_peak, end, self._seconds, floor)
+
+    def _hold_present(self) -> None:
+        self._tracker.hold_bytes(self._around.present)
+        self._log.state_starts()
+        self._tracker.hold_bytes(self._around.state)
+        self._log.scaler_starts()
+        self._log.step_starts()
+
+    def _peak_since(self) -> int:
+        """Return the most bytes that were alive since this was asked last."""
+        peak = max(self._tracker.peak_bytes, self._scratch_peak)
+        self._tracker.peak_bytes, self._scratch_peak = self._tracker.live_bytes, 0
+        return peak
+
+    def _allocated(self, peak_bytes: int) -> int:
+        """Return what the step's allocator counts where ``peak_bytes`` are alive at the most."""
+        if self._around.memory.model is None:
+            return peak_bytes
+        events = self._log.events(tuple(self._tracker.workspaces.values()))
+        return events.peaks(self._around.now).most_allocated_bytes
 
     def _donated(self) -> list[int]:
         """Return the places of saved tensors that share no memory with inputs, outputs or gradients: AOTAutograd lets the
@@ -138,13 +166,13 @@ class _Run:
         self._seconds += self._hardware.seconds(flops_of(func, args, kwargs, output), moved)
 
 
-def _copied_bytes(gradient: Any, parameter: Any) -> int:
-    """Return what autograd allocates to lay a gradient out as its parameter is, while it holds the one it was given."""
+def _laid_out_as(parameter: Any, gradient: Any) -> Any:
+    """Return the gradient as autograd keeps it: a new one where it is not laid out as its parameter is."""
     if not isinstance(gradient, torch.Tensor) or not isinstance(parameter, torch.Tensor):
-        return 0
+        return gradient
     layouts = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
     same = all(mine == its for size, mine, its in layouts if size != 1)
-    return 0 if same else gradient.numel() * gradient.element_size()
+    return gradient if same else torch.empty_like(parameter, dtype=gradient.dtype)
 
 
 def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:

@@ -1,92 +1,158 @@
 """What a compiled graph's step holds beside what the graph itself makes: parameters, batch, optimizer, a loss outside.
 
 In: the graph's inputs, a :class:`TrainingStep`, for a loss outside of the graph a function that gives the model's output on
-fakes. Out: :class:`Surroundings`. The step is that of NOTE [The training step] in :mod:`fxmem.profiling.training_step`.
+fakes. Out: :class:`Surroundings`. Loss and optimizer run while torch.compile does, but are not compiled: they are told so.
+The step is that of NOTE [The training step] in :mod:`fxmem.profiling.training_step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
+from fxmem.profiling.allocator_state import AllocatorState, allocator_state
+from fxmem.profiling.caching_allocator import Allocation
+from fxmem.profiling.device_memory import EVERYWHERE, DeviceMemory
 from fxmem.profiling.optimizer_on_meta import usual_step
 from fxmem.profiling.optimizer_step import RecordedStep, steady_state
-from fxmem.profiling.storage_tracker import StorageTracker
+from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import TrainingStep, default_loss, usual_gradients
-from fxmem.torch_private import storage_key, tree_leaves, tree_map_only
+from fxmem.torch_patches import compiler_says_eager
+from fxmem.torch_private import device_behind, storage_key, tree_leaves, tree_map_only, without_modes
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Bytes around a compiled forward and backward, all sums over storages."""
+    """What is allocated around a compiled forward and backward, as ``memory`` weighs it."""
 
-    fixed_bytes: int = 0
-    """There for the whole step: parameters, buffers, batch, optimizer state, gradients of earlier micro-batches."""
-    loss_peak_bytes: int = 0
-    """The most that a loss outside of the graph holds while it and its backward run, above the forward's outputs."""
-    held_in_backward_bytes: int = 0
-    """Beside gradients of the forward's outputs, while the compiled backward runs."""
-    optimizer_bytes: int = 0
-    """The most that the optimizer's step takes above gradients and ``fixed_bytes``."""
+    present: tuple[int, ...] = ()
+    """Bytes of each storage that is there before the first step: parameters, buffers, batch, gradients of earlier
+    micro-batches."""
+    state: tuple[int, ...] = ()
+    """The same of the optimizer's state."""
+    loss: tuple[Allocation, ...] = ()
+    """Of a loss outside of the graph and its backward, above the forward's outputs, until their gradients are there."""
+    loss_left: tuple[int, ...] = ()
+    """Bytes of what of these is referred to until the step is over: the loss itself."""
+    optimizer: tuple[Allocation, ...] = ()
+    """Of the optimizer's step, above its state and the gradients."""
+    libraries: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Workspaces that loss and optimizer have libraries keep, as :attr:`StorageTracker.workspaces`."""
+    memory: DeviceMemory = EVERYWHERE
+    now: AllocatorState | None = None
+    """Of the device's allocator, as the step finds it."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """There for the whole step."""
+        return sum(self.present) + sum(self.state)
+
+    @property
+    def loss_peak_bytes(self) -> int:
+        """The most that a loss outside of the graph holds while it and its backward run, above the forward's outputs."""
+        return max(_running(self.loss), default=0)
+
+    @property
+    def held_in_backward_bytes(self) -> int:
+        """Of that, what is there while the compiled backward runs, beside gradients of the forward's outputs."""
+        return next(reversed(_running(self.loss)), 0)
+
+
+def _running(events: Iterable[Allocation]) -> list[int]:
+    """Return the bytes that are alive after each event."""
+    alive: dict[int, int] = {}
+    total, result = 0, []
+    for kind, key, nbytes in events:
+        if kind == "alloc":
+            alive[key] = nbytes
+            total += nbytes
+        else:
+            total -= alive.pop(key)
+        result.append(total)
+    return result
 
 
 def surroundings_of(
     tensors: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor], step: TrainingStep
 ) -> Surroundings:
     """Return what is around a graph that holds its loss. ``tensors``: all that is there before the step."""
-    fixed_bytes = _storage_bytes((*tensors, *parameters))
+    there = tuple({storage_key(t): t for t in (*tensors, *parameters)}.values())
+    memory = DeviceMemory.of(t.device for t in there)
     learning = [p for p in parameters if p.requires_grad]
+    present = [_weight(t, memory) for t in there]
     if step.accumulate:
-        fixed_bytes += sum(p.nbytes for p in learning)
-    state_bytes, step_bytes = _optimizer_bytes(step, parameters) if learning else (0, 0)
-    return Surroundings(fixed_bytes + state_bytes, optimizer_bytes=step_bytes)
+        present += (memory.weight(p.device.type, p.nbytes) for p in learning)
+    now = None if memory.model is None else _state_now(there, step)
+    around = Surroundings(tuple(filter(None, present)), memory=memory, now=now)
+    return _with_optimizer(around, step, parameters) if learning else around
 
 
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+def _weight(tensor: torch.Tensor, memory: DeviceMemory) -> int:
+    return memory.weight(device_behind(tensor).type, tensor.untyped_storage().nbytes())
 
 
-def _optimizer_bytes(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Return the bytes of the optimizer's state, and the most that its step takes beside state and gradients."""
-    world, tracker = FakeWorld(), StorageTracker()
+def _state_now(there: Sequence[torch.Tensor], step: TrainingStep) -> AllocatorState | None:
+    given = step.optimizer if isinstance(step.optimizer, torch.optim.Optimizer) else None
+    present = (*there, *tensors_of([given]))
+    gradients = [t.grad for t in there if t.is_leaf and t.grad is not None]
+    with without_modes():
+        plain = [t.detach() for t in present]
+    return allocator_state(plain, has_state=given is not None and bool(given.state), gradients=gradients)
+
+
+def _with_optimizer(around: Surroundings, step: TrainingStep, parameters: Sequence[torch.Tensor]) -> Surroundings:
+    """Return ``around`` with the optimizer's state and its step."""
+    world, tracker = FakeWorld(), StorageTracker(memory=around.memory)
     seen = usual_step(step, parameters) or RecordedStep(usual_gradients(parameters))
-    with world.active(), ScalarReads():
+    with world.active(), ScalarReads(), compiler_says_eager():
         pairs = [(p, world.fake(p)) for p in parameters]
         optimizer, _ = steady_state(step, pairs, lambda: None, tracker, seen)
         if optimizer is None:
-            return 0, 0
-        state_bytes = optimizer.hold()
+            return around
+        tracker.hold(fake for _, fake in pairs)
+        with tracker.noting() as state:
+            optimizer.hold()
         for _, fake in pairs:
             if fake.requires_grad and fake.grad is None:
                 fake.grad = torch.empty_like(fake)
-        tracker.peak_bytes = before = tracker.live_bytes
-        with tracker:
+        with tracker.noting() as stepped, tracker:
             optimizer.step()
-        return state_bytes, tracker.peak_bytes - before
+    nbytes = tuple(nbytes for kind, _, nbytes in state if kind == "alloc" and nbytes)
+    return replace(around, state=nbytes, optimizer=_of_blocks(stepped), libraries=dict(tracker.workspaces))
+
+
+def _of_blocks(events: Sequence[Allocation]) -> tuple[Allocation, ...]:
+    """Return those of ``events`` that make a block, or free one that they made."""
+    made = {key for kind, key, nbytes in events if kind == "alloc" and nbytes}
+    return tuple(event for event in events if event[1] in made)
 
 
 def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surroundings:
     """Return ``around`` with the loss of ``step``, outside of the graph. ``output``: the model's, of fake tensors."""
     tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-    tracker, world = StorageTracker(), FakeWorld(tensors)
-    with world.active(), ScalarReads(), torch.enable_grad():
+    tracker, world = StorageTracker(memory=around.memory), FakeWorld(tensors)
+    with world.active(), ScalarReads(), compiler_says_eager(), torch.enable_grad():
         output = tree_map_only(torch.Tensor, _as_leaf, output)
         targets = step.targets.blank(tensors)
         loss_fn = step.loss_on(targets)
         learning = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-        with tracker:
+        with tracker.noting() as noted, tracker:
             loss = default_loss(output) if loss_fn is None else loss_fn(output)
             root = torch.ones_like(loss)  # which a backward holds to its end
             gradients = torch.autograd.grad(loss, learning, root, allow_unused=True)
-        gradient_bytes = _storage_bytes(g for g in gradients if g is not None)
-    fixed_bytes = around.fixed_bytes + _storage_bytes(t for t in targets if isinstance(t, torch.Tensor))
-    held_bytes = tracker.live_bytes - gradient_bytes
+        with tracker.noting() as freed:
+            del gradients
+    given = {storage_key(t): t for t in targets if isinstance(t, torch.Tensor)}.values()
     return replace(
-        around, fixed_bytes=fixed_bytes, loss_peak_bytes=tracker.peak_bytes, held_in_backward_bytes=held_bytes
+        around,
+        present=(*around.present, *filter(None, (_weight(t, around.memory) for t in given))),
+        loss=_of_blocks((*noted, *freed)),
+        loss_left=(_weight(loss, around.memory),),
+        libraries={**around.libraries, **tracker.workspaces},
     )
 
 

@@ -62,6 +62,8 @@ class StorageTracker(TorchDispatchMode):
         self._stack = ExitStack()
         self.workspaces: dict[tuple[str, str], int] = {}
         """Bytes that a library keeps for a thread, "caller" or "autograd", by both, in the order of their first use."""
+        self.thread = ""
+        """Which of these runs what is tracked; "": autograd's while a node of the graph runs."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self.host_bytes = self.host_peak_bytes = 0
@@ -113,13 +115,21 @@ class StorageTracker(TorchDispatchMode):
         finally:
             self._listener = before
 
-    def repeat(self, allocations: Iterable[Allocation]) -> None:
-        """Count allocations noted elsewhere, and the frees of what they made, once more."""
-        serials: dict[int, int] = {}
+    def repeat(self, allocations: Iterable[Allocation]) -> Callable[[], None]:
+        """Count allocations noted elsewhere, and the frees of what they made, once more; return what frees the rest."""
+        serials: dict[int, tuple[int, int]] = {}
         for kind, serial, nbytes in allocations:
             if kind == "alloc":
-                serials[serial] = self._new_serial()
-            self._count(kind, serials[serial], nbytes)
+                serials[serial] = self._new_serial(), nbytes
+                self._count(kind, *serials[serial])
+            else:
+                self._count(kind, *serials.pop(serial))
+
+        def free() -> None:
+            while serials:
+                self._count("free", *serials.popitem()[1])
+
+        return free
 
     def _add(self, tensor: torch.Tensor, *, counted: bool) -> int:
         storage = tensor.untyped_storage()
@@ -170,8 +180,12 @@ class StorageTracker(TorchDispatchMode):
     def _see_libraries(self, libraries: Mapping[str, int]) -> None:
         """Count the workspaces of libraries at their first use in a thread. A handle is asked for when arguments are ready:
         copies of matrices come first."""
-        for library, nbytes in libraries.items():
-            user = "caller" if current_backward_node() is None else "autograd", library
+        thread = self.thread or ("caller" if current_backward_node() is None else "autograd")
+        self.keep_workspaces({(thread, library): nbytes for library, nbytes in libraries.items()})
+
+    def keep_workspaces(self, workspaces: Mapping[tuple[str, str], int]) -> None:
+        """Count workspaces by thread and library from now on, where they are not there yet."""
+        for user, nbytes in workspaces.items():
             if nbytes and user not in self.workspaces:
                 self.workspaces[user] = nbytes
                 self._on_library()

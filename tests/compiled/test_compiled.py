@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._inductor import config as inductor_config
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
 from fxmem.compiled import choice
-from fxmem.compiled.fakerun import _copied_bytes
+from fxmem.compiled.fakerun import _laid_out_as
 from fxmem.compiled.refusals import check_one_graph
 from tests.compiled.models import OPTIONS, Net, batch
 from tests.tiers import representatives
@@ -187,12 +188,22 @@ def test_peak_is_the_predicted_one_and_gradients_are_the_compilers_own(share: fl
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_a_gradient_that_is_not_laid_out_as_its_parameter_is_copied_beside_itself() -> None:
+def test_a_gradient_that_is_not_laid_out_as_its_parameter_is_made_anew() -> None:
     parameter, row = torch.empty(8, 4), torch.empty(1, 4)
-    assert _copied_bytes(torch.empty(4, 8).T, parameter) == parameter.nbytes
-    assert _copied_bytes(torch.empty(8, 4), parameter) == 0
-    assert _copied_bytes(torch.empty(4, 1).T, row) == 0
-    assert _copied_bytes(None, parameter) == 0
+    turned, same, of_one = torch.empty(4, 8).T, torch.empty(8, 4), torch.empty(4, 1).T
+    assert _laid_out_as(parameter, turned).stride() == parameter.stride()
+    assert _laid_out_as(parameter, same) is same
+    assert _laid_out_as(row, of_one) is of_one
+    assert _laid_out_as(parameter, None) is None
+
+
+def test_a_compiled_model_that_nobody_holds_is_freed() -> None:
+    model, (x, _) = Net(), batch()
+    compiled, alive = fxmem.optimize(model, x, **OPTIONS), weakref.ref(model)
+    assert compiled.fxmem.original is model
+    del model, compiled
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def environment(device: DeviceModel) -> dict[str, str]:
     return {
         **os.environ,
         "LD_PRELOAD": str(LIBRARY),
+        "TRITON_LIBCUDA_PATH": str(LIBRARY.parent),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "FXMEM_STUB_NAME": f"{device.name} (emulated)",
