@@ -10,7 +10,8 @@ Three commands, each writing one JSON file:
   peak of the step as it is, with AdamW and SGD, and compares the peak with the budget. ``planned`` and ``measured`` are of
   the first steps, in which a program may be written down, ``told`` and ``steady`` of those after them.
 
-``... table PREDICTED MEASURED`` prints the two side by side. Options: ``--budget-of``, ``--runtime``; ``--cases a,b``,
+``... table PREDICTED MEASURED`` prints the two side by side. Options: ``--budget-of``, ``--runtime``, ``--backend``;
+``--cases a,b``,
 names that contain one of these, in this order; ``--jobs``, so many at a time.
 """
 
@@ -34,6 +35,8 @@ from torch import nn
 import fxmem
 from benchmarks.cuda_cases import CASES, Case
 from benchmarks.results_file import RESULTS, machine
+from benchmarks.ways import least_compiled_bytes
+from fxmem.compiled.report import CompiledReport
 
 SHARES = (0.0, 0.35, 0.75)
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -140,11 +143,14 @@ def _range_of(case: Case, optimizer: str, asked_for: dict[str, Any]) -> tuple[in
     """Return the least budget that can be kept, and what the step takes as it is, where that is more: CUDA's allocator may
     leave more unused in a planned step, which asks in another order."""
     model, batch, _, _, options = _trained(case, optimizer, asked_for)
-    estimate = fxmem.estimate(model, *batch, **options)
+    estimate: Any = fxmem.estimate(model, *batch, **options)
+    if options["backend"] == "inductor":
+        return least_compiled_bytes(model, batch, options), estimate.peak_bytes
     return estimate.floor_bytes, max(estimate.floor_bytes, estimate.bound_bytes)
 
 
 def _kept(case: Case, optimizer: str, budget: int, asked_for: dict[str, Any]) -> dict[str, Any]:
+    torch.compiler.reset()
     model, batch, scaler, made, options = _trained(case, optimizer, asked_for)
     try:
         optimized = fxmem.optimize(model, *batch, budget=budget, **options)
@@ -159,13 +165,16 @@ def _kept(case: Case, optimizer: str, budget: int, asked_for: dict[str, Any]) ->
         "measured": peaks,
         "told": _told(optimized),
         "steady": later,
-        "runtime": optimized.fxmem.runtime,
+        "runtime": getattr(optimized.fxmem, "runtime", options["backend"]),
         "exceeded": max(peaks[of], later[of]) > budget,
     }
 
 
 def _told(optimized: Any) -> dict[str, int]:
-    cuda = optimized.fxmem.report.cuda
+    report = optimized.fxmem.report
+    if isinstance(report, CompiledReport):
+        return {"allocated": report.predicted_peak_bytes}
+    cuda = report.cuda
     return {"allocated": cuda.allocated_bytes, "reserved": cuda.reserved_bytes}
 
 
@@ -263,6 +272,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--cases", default="")
     parser.add_argument("--budget-of", choices=("allocated", "reserved"), default="allocated")
     parser.add_argument("--jobs", type=int, default=1, help="cases beside one another, each in a process of its own")
+    parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--runtime", choices=("auto", "tape", "program"), default="auto")
     given = parser.parse_args(arguments)
     parts = given.cases.split(",")
@@ -270,7 +280,7 @@ def main(arguments: list[str]) -> None:
     if given.command == "table":
         table(Path(given.device), given.file)
         return
-    asked_for = {"budget_of": given.budget_of, "runtime": given.runtime}
+    asked_for = {"budget_of": given.budget_of, "runtime": given.runtime, "backend": given.backend}
     _each(partial(_result, given.command, given.device, asked_for), names, given.file, given.jobs)
 
 

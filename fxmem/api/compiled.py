@@ -11,15 +11,24 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
-from weakref import WeakMethod
 
 import torch
 
-from fxmem.api.arguments import DEFAULTS, Options, check_model, check_optimizable, example_of, settings_of, with_options
+from fxmem.api.arguments import (
+    DEFAULTS,
+    Options,
+    check_model,
+    check_optimizable,
+    example_of,
+    region_of_step,
+    settings_of,
+    with_options,
+)
 from fxmem.api.budget import parse_budget
-from fxmem.capture.graph import Inputs
+from fxmem.capture.graph import Inputs, device_of
 from fxmem.compiled.report import CompiledCost, CompiledEstimate, CompiledReport
 from fxmem.compiled.surroundings import Surroundings, surroundings_of, with_loss
 from fxmem.errors import InputError, NotPlannedError
@@ -28,6 +37,7 @@ from fxmem.fake.python_state import tensors_restored
 from fxmem.passes.context import Settings
 from fxmem.profiling.training_step import ONCE
 from fxmem.progress import CAPTURE_SECONDS, told
+from fxmem.runtime.autocast import Autocast
 
 if TYPE_CHECKING:
     from fxmem.compiled.backend import Backend
@@ -106,21 +116,15 @@ class CompiledNamespace:
         self.settings = settings
         self.choice = ""
         """With ``backend="auto"``: what was chosen, and why."""
-        from fxmem.compiled.backend import Backend
+        from fxmem.compiled.backend import Backend, held_weakly
         from fxmem.compiled.lower import BREAKS, whole_graphs
 
-        around = WeakMethod(self._around)  # torch keeps backends for good, which must not keep the model
-
-        def ask(tensors: Sequence[torch.Tensor]) -> Surroundings:
-            found = around()
-            assert found is not None
-            return found(tensors)
-
-        self._backend, self._breaks, self._whole_graphs = Backend(settings, ask), BREAKS, whole_graphs
+        self._backend, self._breaks, self._whole_graphs = Backend(settings, self._around), BREAKS, whole_graphs
         self._call: Callable[..., Any] = torch.compile(
-            original.forward, backend=self._backend, fullgraph=True, dynamic=False
+            original.forward, backend=held_weakly(self._backend), fullgraph=True, dynamic=False
         )
         self._inputs: Inputs | None = None
+        self._autocast: Autocast | None = None
 
     @property
     def reports(self) -> tuple[CompiledReport, ...]:
@@ -137,6 +141,7 @@ class CompiledNamespace:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one training call, compiled. Errors: ``CaptureError`` where it cannot be one graph."""
         self._inputs = Inputs.of(args, kwargs, self.original)
+        self._autocast = Autocast.of(device_of(self.original).type)
         try:
             return self._call(*args, **kwargs)
         except self._breaks:  # while it is traced: nothing has run
@@ -159,8 +164,10 @@ class CompiledNamespace:
         from fxmem.compiled.backend import Planned
 
         self._backend.only_plan = plan
+        region = region_of_step(self.original, self.settings.step)
         try:
-            self.call(args, kwargs)
+            with region.enter() if region else nullcontext():
+                self.call(args, kwargs)
         except Planned:
             pass
         finally:
@@ -172,7 +179,8 @@ class CompiledNamespace:
         step = self.settings.seen_with(inputs.leaves).step.for_inputs(inputs.leaves)
         batch = [t for t in inputs.leaves if isinstance(t, torch.Tensor)]
         around = surroundings_of((*model.buffers(), *batch, *tensors), tuple(model.parameters()), step)
-        return with_loss(around, _output_on_fakes(model, inputs), step)
+        with self._autocast.enter() if self._autocast else nullcontext():
+            return with_loss(around, _output_on_fakes(model, inputs), step)
 
 
 def _output_on_fakes(model: torch.nn.Module, inputs: Inputs) -> Any:

@@ -6,6 +6,7 @@ In: graphs from ``torch.compile``. Out: compiled functions, and a :class:`Compil
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -78,3 +79,16 @@ class Backend:
         """What is around a graph of which no more is known than its inputs: it holds its loss."""
         parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
         return surroundings_of(tensors, parameters, self.settings.step)
+
+
+def held_weakly(backend: Backend) -> Callable[..., Any]:
+    """Return ``backend`` for a caller who holds it: torch keeps the backends it was given for good, and with them would keep
+    model and optimizer."""
+    held = weakref.ref(backend)
+
+    def fxmem(graph_module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        found = held()
+        assert found is not None
+        return found(graph_module, inputs, **options)
+
+    return fxmem

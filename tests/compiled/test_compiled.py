@@ -199,9 +199,10 @@ def test_a_gradient_that_is_not_laid_out_as_its_parameter_is_made_anew() -> None
 
 def test_a_compiled_model_that_nobody_holds_is_freed() -> None:
     model, (x, _) = Net(), batch()
-    compiled, alive = fxmem.optimize(model, x, **OPTIONS), weakref.ref(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled, alive = fxmem.optimize(model, x, **OPTIONS, optimizer=optimizer), weakref.ref(model.head.weight)
     assert compiled.fxmem.original is model
-    del model, compiled
+    del model, compiled, optimizer
     gc.collect()
     assert alive() is None
 
