@@ -30,6 +30,7 @@ from benchmarks.cuda_calls import is_emulated
 from benchmarks.cuda_cases import CASES
 from benchmarks.cuda_memory import measured, predicted, under_budgets
 from benchmarks.gpu_bits import bits
+from benchmarks.gpu_compiled import compiled
 from benchmarks.gpu_rows import DATA, Row, known_name, on_empty_device, row, stat, the_device
 from fxmem.api.budget import CONTEXT_BYTES
 from fxmem.devices import DEVICES
@@ -42,7 +43,7 @@ from tests.cuda_stub.op_cases import ROWS, cases
 from tests.cuda_stub.probe_ops import OpScratch, measure, record_of, rule_on
 
 Rows = Iterator[Row]
-MEASUREMENTS: dict[str, Callable[[], Rows]] = {"bits": bits}
+MEASUREMENTS: dict[str, Callable[[], Rows]] = {"bits": bits, "compiled": compiled}
 
 
 def _measurement(run: Callable[[], Rows]) -> Callable[[], Rows]:

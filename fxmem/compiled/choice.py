@@ -113,7 +113,8 @@ class Candidates:
         """Return the least budget that a candidate fits."""
         if place not in self.runs:
             self.runs[place] = run(self.points[place])
-        return max(self.runs[place].peak_bytes, self._known_bytes(place))
+        run_of = self.runs[place]
+        return max(run_of.peak_bytes, run_of.first_peak_bytes, self._known_bytes(place))
 
     def _known_bytes(self, place: int) -> int:
         """Return what a candidate needs at least, as is known without lowering it once the first one is lowered."""

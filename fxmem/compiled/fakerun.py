@@ -45,6 +45,8 @@ class StepRun:
     """Alive after the backward: gradients, outputs, and all that is there for the whole step."""
     seconds: float
     """Estimated from bytes that kernels move and FLOPs of other ops."""
+    first_peak_bytes: int = 0
+    """The most that the first step takes on CUDA, in which Inductor may try each kernel (:meth:`_Run._first_peak`)."""
     floor_bytes: int = 0
     """What the end of the step takes, gradients and the optimizer's step: no plan changes that."""
 
@@ -69,7 +71,7 @@ class _Run:
     def __init__(self, parts: Partitioned, num_outputs: int, around: Surroundings, hardware: Hardware) -> None:
         self._forward, self._backward = parts
         self._num_outputs, self._around, self._hardware = num_outputs, around, hardware
-        self._seconds, self._scratch_peak = 0.0, 0
+        self._seconds, self._scratch_peak, self._trial_peak = 0.0, 0, 0
         self._log = log = StepLog()
         self._tracker = StorageTracker(log.note, self._note_op, around.memory, log.note_library, log.note_workspace)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -111,7 +113,9 @@ class _Run:
         floor = self._peak_since()
         peak = max(forward_peak, loss_peak, backward_peak, floor)
         del outputs, gradients, inputs
-        return StepRun(self._allocated(peak), forward_peak, saved, backward_peak, end, self._seconds, floor)
+        allocated = self._allocated(peak)
+        first = self._first_peak(allocated - peak)
+        return StepRun(allocated, forward_peak, saved, backward_peak, end, self._seconds, first, floor)
 
     def _hold_present(self) -> None:
         self._tracker.hold_bytes(self._around.present)
@@ -133,6 +137,16 @@ class _Run:
         events = self._log.events(tuple(self._tracker.workspaces.values()))
         return events.peaks(self._around.now).most_allocated_bytes
 
+    def _first_peak(self, beside_bytes: int) -> int:
+        """Return what the first step takes at most while it tries kernels: beside copies of what these change, a buffer as
+        large as the device's cache, which is to be empty at each trial. There is no state of the optimizer yet.
+        ``beside_bytes``: what the allocator counts beside what is alive. Source: Inductor's ``benchmark_gpu``."""
+        around = self._around
+        if around.memory.model is None or not torch.cuda.is_available():
+            return 0
+        cache_bytes = torch.cuda.get_device_properties().L2_cache_size
+        return self._trial_peak + around.memory.weight("cuda", cache_bytes) + beside_bytes - sum(around.state)
+
     def _donated(self) -> list[int]:
         """Return the places of saved tensors that share no memory with inputs, outputs or gradients: AOTAutograd lets the
         backward write over them."""
@@ -151,7 +165,9 @@ class _Run:
             return like
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
-    def _note_kernel(self, args: Sequence[Any]) -> None:
+    def _note_kernel(self, args: Sequence[Any], changed: Sequence[Any]) -> None:
+        copied = sum(self._around.memory.weight(t.device.type, t.untyped_storage().nbytes()) for t in changed)
+        self._trial_peak = max(self._trial_peak, self._tracker.live_bytes + copied)
         moved = sum(a.numel() * a.element_size() for a in args if isinstance(a, torch.Tensor))
         self._seconds += self._hardware.seconds(0, moved)
 

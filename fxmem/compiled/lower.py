@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -267,14 +268,18 @@ def _scalar_code(self: Any, node: Any, generate: Callable[..., Any] = CppSchedul
     generate(self, node)
 
 
-class Kernel:
-    """Stands for a kernel in a wrapper that runs on fakes: tells ``on_call`` of its arguments."""
+OnCall = Callable[[Sequence[Any], Sequence[Any]], None]
+"""Called with a kernel's arguments and those of them that it changes, which Inductor copies to try the kernel."""
 
-    def __init__(self, on_call: Callable[[Sequence[Any]], None]) -> None:
-        self._on_call = on_call
+
+class Kernel:
+    """Stands for a kernel in a wrapper that runs on fakes: tells ``on_call`` of its arguments. ``changed``: their places."""
+
+    def __init__(self, on_call: OnCall, changed: Sequence[int] = ()) -> None:
+        self._on_call, self._changed = on_call, changed
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._on_call((*args, *kwargs.values()))
+        self._on_call((*args, *kwargs.values()), [args[place] for place in self._changed])
 
     run = __call__
 
@@ -282,23 +287,33 @@ class Kernel:
 class _NoKernels:
     """Stands for Inductor's ``AsyncCompile``."""
 
-    def __init__(self, on_call: Callable[[Sequence[Any]], None]) -> None:
-        self._kernel = Kernel(on_call)
+    def __init__(self, on_call: OnCall) -> None:
+        self._on_call = on_call
 
     def cpp_pybinding(self, *args: Any, **kwargs: Any) -> Kernel:
-        return self._kernel
+        return Kernel(self._on_call)
 
-    triton = cpp_pybinding
+    def triton(self, name: str, source: str, **kwargs: Any) -> Kernel:
+        return Kernel(self._on_call, _changed_places(name, source))
 
     def wait(self, scope: Any) -> None:
         pass
+
+
+def _changed_places(name: str, source: str) -> list[int]:
+    """Return the places of a Triton kernel's arguments that its source says it changes."""
+    declared = re.search(rf"def {name}\(([^)]*)\)", source)
+    told = re.search(r"'mutated_arg_names': \[([^\]]*)\]", source)
+    assert declared is not None and told is not None, f"{name} does not tell what it changes"
+    names = [each.split(":")[0].strip() for each in declared[1].split(",")]
+    return [names.index(each) for each in re.findall(r"'(\w+)'", told[1]) if each in names]
 
 
 ALLOCATORS = frozenset({"empty_strided_cpu", "empty_strided_cpu_pinned", "empty_strided_cuda"})
 """Names by which a wrapper asks for memory."""
 
 
-def function_of(wrapper: Wrapper, on_call: Callable[[Sequence[Any]], None]) -> Callable[[list[Any]], Sequence[Any]]:
+def function_of(wrapper: Wrapper, on_call: OnCall) -> Callable[[list[Any]], Sequence[Any]]:
     """Return the wrapper as a function of a list of inputs, which it empties; its kernels only tell of their calls.
 
     It is to run under a ``FakeTensorMode``: what it allocates, and ops that are not kernels, are then fakes.
