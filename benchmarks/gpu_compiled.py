@@ -54,10 +54,9 @@ def _rows_of(name: str, case: Case) -> Iterator[Row]:
             budget = least
             report, found, seconds = _planned(case, budget)
         apart = largest_relative_error(expected, found.gradients)
-        most = max(report.predicted_peak_bytes, report.first_peak_bytes)
         kept = "kept" if max(found.steady, found.first) <= budget else "OVER"
         said = (
-            f"{kept}, first steps {found.first:,} of at most {most:,}, {_told(found, theirs)}, gradients "
+            f"{kept}, first steps {found.first:,} of at most {report.most_bytes:,}, {_told(found, theirs)}, gradients "
             f"{'equal' if apart == 0 else f'{apart:.0e} apart'}, estimated {report.overhead_ratio:+.1%}, planned in "
             f"{seconds:.0f} s"
         )

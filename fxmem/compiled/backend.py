@@ -82,8 +82,8 @@ class Backend:
 
 
 def held_weakly(backend: Backend) -> Callable[..., Any]:
-    """Return ``backend`` for a caller who holds it: torch keeps the backends it was given for good, and with them would keep
-    model and optimizer."""
+    """Return ``backend`` for a caller who holds it: torch keeps the backends it was given for good, and would keep model
+    and optimizer with them."""
     held = weakref.ref(backend)
 
     def fxmem(graph_module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:

@@ -114,7 +114,7 @@ class Candidates:
         if place not in self.runs:
             self.runs[place] = run(self.points[place])
         run_of = self.runs[place]
-        return max(run_of.peak_bytes, run_of.first_peak_bytes, self._known_bytes(place))
+        return max(run_of.peak_bytes, run_of.most_bytes, self._known_bytes(place))
 
     def _known_bytes(self, place: int) -> int:
         """Return what a candidate needs at least, as is known without lowering it once the first one is lowered."""

@@ -108,7 +108,7 @@ class GraphPlanner:
             self._num_lowered() - known,
             time.perf_counter() - self.started_at,
             candidates is self.as_laid_out,
-            run.first_peak_bytes,
+            run.most_bytes,
         )
         return self.parts(point.plan), report
 

@@ -273,7 +273,8 @@ OnCall = Callable[[Sequence[Any], Sequence[Any]], None]
 
 
 class Kernel:
-    """Stands for a kernel in a wrapper that runs on fakes: tells ``on_call`` of its arguments. ``changed``: their places."""
+    """Stands for a kernel in a wrapper that runs on fakes: tells ``on_call`` of its arguments. ``changed``: places of those
+    that it changes."""
 
     def __init__(self, on_call: OnCall, changed: Sequence[int] = ()) -> None:
         self._on_call, self._changed = on_call, changed
@@ -304,7 +305,8 @@ def _changed_places(name: str, source: str) -> list[int]:
     """Return the places of a Triton kernel's arguments that its source says it changes."""
     declared = re.search(rf"def {name}\(([^)]*)\)", source)
     told = re.search(r"'mutated_arg_names': \[([^\]]*)\]", source)
-    assert declared is not None and told is not None, f"{name} does not tell what it changes"
+    assert declared is not None, f"{name} is not in its source"
+    assert told is not None, f"{name} does not tell what it changes"
     names = [each.split(":")[0].strip() for each in declared[1].split(",")]
     return [names.index(each) for each in re.findall(r"'(\w+)'", told[1]) if each in names]
 

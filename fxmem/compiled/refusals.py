@@ -10,7 +10,7 @@ import torch
 from fxmem.compiled.lower import settings_now
 from fxmem.errors import InputError
 
-TESTED = ((2, 11), (2, 15))
+TESTED = ((2, 11), (2, 14))
 """The first and the last minor version of torch whose generated code is known to be read right."""
 
 

@@ -35,19 +35,17 @@ class CompiledReport(PlainData):
     plan_seconds: float
     layouts_left: bool = False
     """Whether convolutions are laid out as they are: Inductor's copies of their weights, channels last, are spared."""
-    first_peak_bytes: int = 0
-    """On CUDA, the most that the first step takes, in which Inductor tries kernels on the device; within the budget too."""
+    most_bytes: int = 0
+    """On CUDA, the most that a step takes, the first included, in which Inductor tries kernels; within the budget too."""
 
     def __str__(self) -> str:
-        first_peak = max(self.predicted_peak_bytes, self.first_peak_bytes)
-        first = f"; the first step up to {in_units(first_peak)}" if first_peak > self.predicted_peak_bytes else ""
+        most = f", up to {in_units(self.most_bytes)} while kernels are tried" if self.most_bytes else ""
         budget = "no budget" if self.budget_bytes is None else f"budget {in_units(self.budget_bytes)}"
         return (
-            f"compiled step: peak {in_units(self.predicted_peak_bytes)} ({budget}; keeping all "
+            f"compiled step: peak {in_units(self.predicted_peak_bytes)}{most} ({budget}; keeping all "
             f"{in_units(self.keep_all_peak_bytes)}; parameters, batch and optimizer {in_units(self.fixed_bytes)}), "
             f"{self.num_recomputed} of {self.num_kernels} kernels run again, time {self.overhead_ratio:+.1%} "
             f"(estimate); planned in {self.plan_seconds:.1f} s, {self.num_lowered} plans lowered"
-            + first
             + ("; weights of convolutions are not copied to channels last" if self.layouts_left else "")
         )
 

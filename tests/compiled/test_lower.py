@@ -50,9 +50,23 @@ def test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_comp
     in_the_seat(look, nn.Linear(8, 8), torch.randn(4, 8))
     calls: list[Any] = []
     with FakeTensorMode():
-        outputs = lower.function_of(wrappers[0], calls.append)([torch.empty(8, 8), torch.empty(8), torch.empty(4, 8)])
+        outputs = lower.function_of(wrappers[0], lambda *call: calls.append(call))(
+            [torch.empty(8, 8), torch.empty(8), torch.empty(4, 8)]
+        )
     assert tuple(outputs[0].shape) == (4, 8)
     assert calls == []
+
+
+def test_a_triton_kernel_tells_which_arguments_it_changes() -> None:
+    source = """
+@triton_heuristics.pointwise(inductor_meta={'mutated_arg_names': ['in_out_ptr0', 'out_ptr1'], 'no_x_dim': False})
+@triton.jit
+def triton_poi_fused_add_0(in_out_ptr0, in_ptr0, out_ptr1, xnumel, XBLOCK : tl.constexpr):
+    pass
+"""
+    assert lower._changed_places("triton_poi_fused_add_0", source) == [0, 2]
+    with pytest.raises(AssertionError, match="is not in its source"):
+        lower._changed_places("another", source)
 
 
 @pytest.mark.slow
