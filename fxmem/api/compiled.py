@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -31,13 +32,15 @@ from fxmem.api.budget import parse_budget
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.compiled.report import CompiledCost, CompiledEstimate, CompiledReport
 from fxmem.compiled.surroundings import Surroundings, surroundings_of, with_loss
+from fxmem.compiled.unread import refusing_gradients, unread_places
 from fxmem.errors import InputError, NotPlannedError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.passes.context import Settings
-from fxmem.profiling.training_step import ONCE
+from fxmem.profiling.training_step import ONCE, TrainingStep
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.runtime.autocast import Autocast
+from fxmem.torch_private import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from fxmem.compiled.backend import Backend
@@ -120,9 +123,11 @@ class CompiledNamespace:
         from fxmem.compiled.lower import BREAKS, whole_graphs
 
         self._backend, self._breaks, self._whole_graphs = Backend(settings, self._around), BREAKS, whole_graphs
-        self._call: Callable[..., Any] = torch.compile(
-            original.forward, backend=held_weakly(self._backend), fullgraph=True, dynamic=False
-        )
+        self._compile = partial(torch.compile, backend=held_weakly(self._backend), fullgraph=True, dynamic=False)
+        self._calls: dict[tuple[int, ...], Callable[..., Any]] = {(): self._compile(original.forward)}
+        """By the places of outputs that the loss does not read."""
+        self._unread: dict[Any, tuple[int, ...]] = {}
+        """These, by the kind of a call."""
         self._inputs: Inputs | None = None
         self._autocast: Autocast | None = None
 
@@ -142,13 +147,24 @@ class CompiledNamespace:
         """Run one training call, compiled. Errors: ``CaptureError`` where it cannot be one graph."""
         self._inputs = Inputs.of(args, kwargs, self.original)
         self._autocast = Autocast.of(device_of(self.original).type)
+        unread = self._unread_outputs(self._inputs)
+        if unread not in self._calls:
+            self._calls[unread] = self._compile(_without_gradients(self.original.forward, unread))
+        call = self._calls[unread]
         try:
-            return self._call(*args, **kwargs)
+            return refusing_gradients(call(*args, **kwargs), unread)
         except self._breaks:  # while it is traced: nothing has run
             with self._whole_graphs():
-                return self._call(*args, **kwargs)
+                return refusing_gradients(call(*args, **kwargs), unread)
         finally:
             self._inputs = None
+
+    def _unread_outputs(self, inputs: Inputs) -> tuple[int, ...]:
+        """Return the places of outputs that the loss does not read: compiled code would be given a gradient of zeros."""
+        kind = inputs.spec, tuple(type(leaf) for leaf in inputs.leaves)
+        if kind not in self._unread:
+            self._unread[kind] = unread_places(self._output_on_fakes(inputs), self._step_for(inputs))
+        return self._unread[kind]
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan for a call like this one; nothing runs and no kernel is compiled. Errors: as :func:`fxmem.optimize`."""
@@ -176,19 +192,31 @@ class CompiledNamespace:
     def _around(self, tensors: Sequence[torch.Tensor]) -> Surroundings:
         model, inputs = self.original, self._inputs
         assert inputs is not None
-        step = self.settings.seen_with(inputs.leaves).step.for_inputs(inputs.leaves)
+        step = self._step_for(inputs)
         batch = [t for t in inputs.leaves if isinstance(t, torch.Tensor)]
         around = surroundings_of((*model.buffers(), *batch, *tensors), tuple(model.parameters()), step)
         with self._autocast.enter() if self._autocast else nullcontext():
-            return with_loss(around, _output_on_fakes(model, inputs), step)
+            return with_loss(around, self._output_on_fakes(inputs), step)
+
+    def _step_for(self, inputs: Inputs) -> TrainingStep:
+        return self.settings.seen_with(inputs.leaves).step.for_inputs(inputs.leaves)
+
+    def _output_on_fakes(self, inputs: Inputs) -> Any:
+        """Return what a training call returns, as fakes that no graph holds."""
+        model, world = self.original, FakeWorld(inputs.leaves)
+        args, kwargs = Inputs(tuple(world.fake_all(list(inputs.leaves))), inputs.spec).call()
+        with tensors_restored(model), world.active(model), world.state_of(model), torch.no_grad(), ScalarReads():
+            return model.forward(*args, **kwargs)
 
 
-def _output_on_fakes(model: torch.nn.Module, inputs: Inputs) -> Any:
-    """Return what a training call of ``model`` returns, as fakes that no graph holds."""
-    world = FakeWorld(inputs.leaves)
-    args, kwargs = Inputs(tuple(world.fake_all(list(inputs.leaves))), inputs.spec).call()
-    with tensors_restored(model), world.active(model), world.state_of(model), torch.no_grad(), ScalarReads():
-        return model.forward(*args, **kwargs)
+def _without_gradients(forward: Callable[..., Any], places: tuple[int, ...]) -> Callable[..., Any]:
+    """Return ``forward`` whose outputs at ``places`` have no gradient."""
+
+    def detached(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten(forward(*args, **kwargs))
+        return tree_unflatten([t.detach() if place in places else t for place, t in enumerate(leaves)], spec)
+
+    return detached
 
 
 class CompiledModule(torch.nn.Module):

@@ -136,10 +136,11 @@ def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surround
     tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
     tracker, world = StorageTracker(memory=around.memory), FakeWorld(tensors)
     with world.active(), ScalarReads(), compiler_says_eager(), torch.enable_grad():
-        output = tree_map_only(torch.Tensor, _as_leaf, output)
+        output = tree_map_only(torch.Tensor, as_leaf, output)
         targets = step.targets.blank(tensors)
         loss_fn = step.loss_on(targets)
         learning = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        given_by_model = {storage_key(t) for t in tree_leaves(output) if isinstance(t, torch.Tensor)}
         with tracker.noting() as noted, tracker:
             loss = default_loss(output) if loss_fn is None else loss_fn(output)
             root = torch.ones_like(loss)  # which a backward holds to its end
@@ -151,10 +152,10 @@ def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surround
         around,
         present=(*around.present, *filter(None, (_weight(t, around.memory) for t in given))),
         loss=_of_blocks((*noted, *freed)),
-        loss_left=(_weight(loss, around.memory),),
+        loss_left=() if storage_key(loss) in given_by_model else (_weight(loss, around.memory),),
         libraries={**around.libraries, **tracker.workspaces},
     )
 
 
-def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())

@@ -7,7 +7,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -195,6 +195,45 @@ def test_a_gradient_that_is_not_laid_out_as_its_parameter_is_made_anew() -> None
     assert _laid_out_as(parameter, same) is same
     assert _laid_out_as(row, of_one) is of_one
     assert _laid_out_as(parameter, None) is None
+
+
+class WithLoss(nn.Module):
+    """Returns a loss and what it was made from, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        logits = self.net(x).repeat(1, 100)
+        return SimpleOutput(F.cross_entropy(logits, y), logits)
+
+
+class SimpleOutput(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+@pytest.mark.slow
+def test_an_output_that_the_loss_does_not_read_is_given_no_gradient_of_zeros() -> None:
+    model, (x, y) = WithLoss(), batch()
+    both = {**OPTIONS, "optimizer": None}
+    told = [
+        fxmem.optimize(model, (x, y), loss_fn=loss_fn, **both).fxmem.report.predicted_peak_bytes
+        for loss_fn in (lambda output: output.loss + 0 * output.logits.sum(), None)
+    ]
+    assert told[1] < 0.7 * told[0]
+    compiled = fxmem.optimize(model, (x, y), **both)
+    output = compiled(x, y)
+    assert output.logits.requires_grad
+    output.loss.backward()
+    mine = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(x, y).loss.backward()
+    for one, other in zip(mine, model.parameters(), strict=True):
+        torch.testing.assert_close(one, other.grad)
+    with pytest.raises(fxmem.InputError, match="Pass the loss that you train with"):
+        compiled(x, y).logits.sum().backward()
 
 
 def test_a_compiled_model_that_nobody_holds_is_freed() -> None:
