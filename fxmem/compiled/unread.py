@@ -1,8 +1,8 @@
 """Outputs of a compiled model that its loss does not read, such as logits beside a loss.
 
-In: an output, a step. Out: places among the output's leaves. AOTAutograd gives compiled code a gradient of zeros, as large as
-the output, for each output without one. Where the step's loss is known not to read an output, the compiled function returns it
-without a gradient; whoever asks for one all the same is told so, in the backward.
+In: an output, a step. Out: places among the output's leaves. AOTAutograd gives compiled code a gradient of zeros, as large
+as the output, for each output without one. Where the step's loss is known not to read an output, the compiled function
+returns it without a gradient; whoever asks for one all the same is told so, in the backward.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fxmem.torch_private import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 
 def unread_places(output: Any, step: TrainingStep) -> tuple[int, ...]:
-    """Return the places of floating tensors among the leaves of ``output``, fakes, that the step's loss has no gradient for;
-    none where it has none for any."""
+    """Return the places of floating tensors among the leaves of ``output``, fakes, that get no gradient from the step's
+    loss; none where none does."""
     leaves = tree_leaves(output)
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
     with FakeWorld(tensors).active(), ScalarReads(), compiler_says_eager(), torch.enable_grad():
