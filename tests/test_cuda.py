@@ -235,6 +235,39 @@ def test_an_optimizer_on_cuda_is_planned_with_its_multi_tensor_kernels(present_b
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_a_compiled_step_on_cuda_takes_what_was_told_and_no_more_than_its_budget(
+    present_bytes: int, share: float | None
+) -> None:
+    from fxmem.compiled.fakerun import HOLDS_TANGENTS  # which imports Inductor
+
+    model, x = dropped_out(512, 4), torch.randn(16384, 512, device="cuda")
+    options = {"optimizer": None, "backend": "inductor", "plan_seconds": 1}
+    estimate = fxmem.estimate(model, x, **options)
+    above = estimate.peak_bytes - estimate.fixed_bytes
+    budget = None if share is None else estimate.fixed_bytes + int(share * above)
+    try:
+        compiled = fxmem.optimize(model, x, budget=budget, **options)
+    except fxmem.InfeasibleBudgetError as error:
+        budget = error.least_bytes
+    if share is not None:
+        compiled = fxmem.optimize(model, x, budget=budget, **options)
+    torch.cuda.reset_peak_memory_stats()
+    first = steady = 0
+    for _ in range(3):
+        run_step(lambda: compiled(x))
+        first, steady = max(first, steady), torch.cuda.max_memory_allocated() - present_bytes
+        torch.cuda.reset_peak_memory_stats()
+        model.zero_grad()
+    report = compiled.fxmem.report
+    assert max(first, steady) <= report.most_bytes
+    assert steady <= report.predicted_peak_bytes + 2 * MIB
+    if not HOLDS_TANGENTS:  # else an expanded gradient of the output counts in full
+        assert report.predicted_peak_bytes <= steady + 2 * MIB
+    assert budget is None or report.most_bytes <= budget
+
+
+@pytest.mark.cuda
 @pytest.mark.skipif(on_emulated_device, reason="the emulated device has none of cuDNN's recurrent layers")
 def test_recurrent_layers_of_cudnn_are_refused_by_name() -> None:
     with pytest.raises(fxmem.CaptureError, match=r"recurrent layer in cuDNN.*cudnn\.enabled = False"):
