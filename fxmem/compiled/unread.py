@@ -21,14 +21,17 @@ from fxmem.torch_private import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 
 def unread_places(output: Any, step: TrainingStep) -> tuple[int, ...]:
-    """Return the places of floating tensors among the leaves of ``output``, fakes, that get no gradient from the step's
-    loss; none where none does."""
+    """Return the places of tensors among the leaves of ``output``, fakes, that belong to the graph and get no gradient from
+    the step's loss; none where none does."""
     leaves = tree_leaves(output)
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+    in_graph = {place for place, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad}
+    if len(in_graph) < 2:
+        return ()
     with FakeWorld(tensors).active(), ScalarReads(), compiler_says_eager(), torch.enable_grad():
         output = tree_map_only(torch.Tensor, as_leaf, output)
         loss_fn = step.loss_on(step.targets.blank(tensors))
-        learning = {i: t for i, t in enumerate(tree_leaves(output)) if isinstance(t, torch.Tensor) and t.requires_grad}
+        learning = {place: t for place, t in enumerate(tree_leaves(output)) if place in in_graph}
         loss = default_loss(output) if loss_fn is None else loss_fn(output)
         gradients = torch.autograd.grad(loss, list(learning.values()), allow_unused=True)
     unread = tuple(place for place, gradient in zip(learning, gradients, strict=True) if gradient is None)

@@ -206,12 +206,13 @@ class WithLoss(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         logits = self.net(x).repeat(1, 100)
-        return SimpleOutput(F.cross_entropy(logits, y), logits)
+        return SimpleOutput(F.cross_entropy(logits, y), logits, logits.detach().mean())
 
 
 class SimpleOutput(NamedTuple):
     loss: torch.Tensor
     logits: torch.Tensor
+    told: torch.Tensor
 
 
 @pytest.mark.slow
@@ -227,6 +228,7 @@ def test_an_output_that_the_loss_does_not_read_is_given_no_gradient_of_zeros() -
         torch.manual_seed(1)
         output = each(x, y)
         assert output.logits.requires_grad
+        assert not output.told.requires_grad
         output.loss.backward()
         found.append([p.grad for p in model.parameters()])
     for one, other in zip(*found, strict=True):
