@@ -28,8 +28,8 @@ def told() -> str:
             f"An {facts['gpu']}, torch {facts['torch']}, {facts['date']}. `python -m benchmarks.first_gpu`: scratch of "
             f"sums is the predicted one, to the byte, on {exact['sums']} of {len(rows['sums'])} shapes, that of other ops "
             f"in {exact['ops']} of {len(rows['ops'])} cases (the rest: convolutions and batch norms, whose workspaces are "
-            "measured before a step is planned there, attention by 16 to 256 bytes, and bounds). The bound that stands for a "
-            f"convolution's workspace where no GPU is, is one in {bounded} of {len(called)} calls of six networks; most "
+            "measured before a step is planned there, attention by 16 to 256 bytes, and bounds). The bound that stands for "
+            f"a convolution's workspace where no GPU is, is one in {bounded} of {len(called)} calls of six networks; most "
             "others are depthwise, or small. Recomputed gradients and buffers are bitwise "
             f"eager's in {recomputed.count('equal')} of {len(recomputed)} runs (dropout, BatchNorm, cuDNN's convolutions, "
             "flash attention; deterministic algorithms on and off).",
@@ -68,8 +68,8 @@ def _budgets() -> str:
         f"Budgets (`python -m benchmarks.cuda_memory budgets h200 FILE`): {len(found)} models, AdamW and SGD, three "
         f"budgets each, the least one among them. Of {len(ran)} steps **{len(over)} went over**, by {most:.2%} at most (a "
         "mixture of experts, whose products of groups take scratch that is counted since); "
-        f"{len(rows) - len(ran)} were refused. In {above} steps the allocated peak was at most .2 % below what was told, in "
-        f"{len(below)} above it, by {-min(below):.2%} at most."
+        f"{len(rows) - len(ran)} were refused. In {above} steps the allocated peak was at most .2 % below what was told, "
+        f"in {len(below)} above it, by {-min(below):.2%} at most."
     )
 
 
@@ -86,10 +86,10 @@ def _compiled() -> str:
     head = ("model and way", "told MB", "measured MB", "beside", "")
     return (
         "Compiled steps (`python -m benchmarks.gpu_compiled FILE`; but for the last model, several models at once, so that "
-        f"times are rough): of {budgets} budgets {over} were exceeded, by .04 % at most, since the allocator finds other free "
-        "blocks after Inductor has compiled: such room is told of, and kept within the budget, since. A budget that was "
-        "refused is followed by the least one that was named. torch.compile alone breaks the graph of GPT-2 and BERT; in one "
-        "graph they were given a gradient of zeros for their logits, which is spared since.\n\n"
+        f"times are rough): of {budgets} budgets {over} were exceeded, by .04 % at most, since the allocator finds other "
+        "free blocks after Inductor has compiled: such room is told of, and kept within the budget, since. A budget that "
+        "was refused is followed by the least one that was named. torch.compile alone breaks the graph of GPT-2 and BERT; "
+        "in one graph they were given a gradient of zeros for their logits, which is spared since.\n\n"
         + tabulate(lines, headers=head, tablefmt="github", disable_numparse=True)
     )
 
