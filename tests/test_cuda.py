@@ -17,6 +17,7 @@ from benchmarks import cuda_calls
 from fxmem.capture.export import _check_recurrent, capture
 from fxmem.capture.graph import Inputs
 from fxmem.emitted import slack_of
+from fxmem.profiling.allocator_state import MOST_UNSPLIT_BYTES, ORDERS
 from fxmem.profiling.training_step import run_step
 
 MIB = 1 << 20
@@ -141,7 +142,8 @@ def test_a_model_trains_on_cuda_inside_its_budget(present_bytes: int, runtime: s
         with fxmem.track(model, x) as memory:
             run_step(lambda candidate=candidate: candidate(x))
         peaks.append(memory.peak_bytes - present_bytes)
-    assert abs(peaks[2] - optimized.report.eager_peak_bytes) <= MIB
+    off = abs(peaks[2] - optimized.report.eager_peak_bytes)
+    assert off < MIB or (len(ORDERS) > 1 and off == MOST_UNSPLIT_BYTES)  # one block unsplit, where addresses decide
     if runtime == "tape":
         assert abs(peaks[3] - optimized.report.predicted_peak_bytes) < MIB
     assert peaks[3] <= budget < peaks[2]

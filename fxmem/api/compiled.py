@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
@@ -129,6 +129,8 @@ class CompiledNamespace:
         self._unread: dict[Any, tuple[int, ...]] = {}
         """These, by the kind of a call."""
         self._inputs: Inputs | None = None
+        self._output: Any = None
+        """Of the call that is planned, on fakes."""
         self._autocast: Autocast | None = None
 
     @property
@@ -157,14 +159,14 @@ class CompiledNamespace:
             with self._whole_graphs():
                 return refusing_gradients(call(*args, **kwargs), unread)
         finally:
-            self._inputs = None
+            self._inputs = self._output = None
 
     def _unread_outputs(self, inputs: Inputs) -> tuple[int, ...]:
         """Return the places of outputs that the loss does not read: compiled code would be given a gradient of zeros."""
         kind = inputs.spec, tuple(type(leaf) for leaf in inputs.leaves)
         if kind not in self._unread:
-            output = self._output_on_fakes(inputs, torch.enable_grad())
-            self._unread[kind] = unread_places(output, self._step_for(inputs))
+            self._output = self._output_on_fakes(inputs)
+            self._unread[kind] = unread_places(self._output, self._step_for(inputs))
         return self._unread[kind]
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -197,16 +199,17 @@ class CompiledNamespace:
         batch = [t for t in inputs.leaves if isinstance(t, torch.Tensor)]
         around = surroundings_of((*model.buffers(), *batch, *tensors), tuple(model.parameters()), step)
         with self._autocast.enter() if self._autocast else nullcontext():
-            return with_loss(around, self._output_on_fakes(inputs, torch.no_grad()), step)
+            output = self._output_on_fakes(inputs) if self._output is None else self._output
+            return with_loss(around, output, step)
 
     def _step_for(self, inputs: Inputs) -> TrainingStep:
         return self.settings.seen_with(inputs.leaves).step.for_inputs(inputs.leaves)
 
-    def _output_on_fakes(self, inputs: Inputs, grad: AbstractContextManager[Any]) -> Any:
-        """Return what a training call returns, as fakes. ``grad``: whether a graph holds them."""
+    def _output_on_fakes(self, inputs: Inputs) -> Any:
+        """Return what a training call returns, as fakes with their graph."""
         model, world = self.original, FakeWorld(inputs.leaves)
         args, kwargs = Inputs(tuple(world.fake_all(list(inputs.leaves))), inputs.spec).call()
-        with tensors_restored(model), world.active(model), world.state_of(model), grad, ScalarReads():
+        with tensors_restored(model), world.active(model), world.state_of(model), torch.enable_grad(), ScalarReads():
             return model.forward(*args, **kwargs)
 
 

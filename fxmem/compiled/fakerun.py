@@ -32,8 +32,8 @@ from fxmem.torch_private import FakeTensorMode, OpOverload, storage_key, tree_le
 HOLDS_TANGENTS = torch_release() < (2, 13)
 """Whether AOTAutograd keeps the gradients that a backward is given until its code has run."""
 ROOM_BYTES = 4 * MOST_UNSPLIT_BYTES
-"""On an H200 steps took up to 2.0 MB more than what was told of them (``benchmarks/results/gpu_compiled_h200.json``), on
-the emulated device up to 2.4: no bound is known."""
+"""On an H200 steps took up to 2.0 MB more than what was told of them (``benchmarks/results/gpu_compiled_h200.json``); no
+bound is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,7 @@ class _Run:
             del kept, given  # and nobody else holds tangents: the code lets go of them when it has read them
             with tracker:
                 gradients = list(backward(args))
+                assert len(gradients) == len(inputs)
                 for place, parameter in enumerate(inputs):
                     gradients[place] = _laid_out_as(parameter, gradients[place])
         backward_peak = self._peak_since()

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
-from fxmem.profiling.allocator_state import AllocatorState, allocator_state
+from fxmem.profiling.allocator_state import AllocatorState
 from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.device_memory import EVERYWHERE, DeviceMemory
 from fxmem.profiling.optimizer_on_meta import usual_step
-from fxmem.profiling.optimizer_step import RecordedStep, steady_state
-from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
+from fxmem.profiling.optimizer_step import RecordedStep, allocator_before, steady_state
+from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.profiling.training_step import TrainingStep, default_loss, usual_gradients
 from fxmem.torch_patches import compiler_says_eager
-from fxmem.torch_private import device_behind, storage_key, tree_leaves, tree_map_only, without_modes
+from fxmem.torch_private import device_behind, storage_key, tree_leaves, tree_map_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +54,18 @@ class Surroundings:
     @property
     def loss_peak_bytes(self) -> int:
         """The most that a loss outside of the graph holds while it and its backward run, above the forward's outputs."""
-        return max(_running(self.loss), default=0)
+        return _repeated(self.loss).peak_bytes
 
     @property
     def held_in_backward_bytes(self) -> int:
         """Of that, what is there while the compiled backward runs, beside gradients of the forward's outputs."""
-        return next(reversed(_running(self.loss)), 0)
+        return _repeated(self.loss).live_bytes
 
 
-def _running(events: Iterable[Allocation]) -> list[int]:
-    """Return the bytes that are alive after each event."""
-    alive: dict[int, int] = {}
-    total, result = 0, []
-    for kind, key, nbytes in events:
-        if kind == "alloc":
-            alive[key] = nbytes
-            total += nbytes
-        else:
-            total -= alive.pop(key)
-        result.append(total)
-    return result
+def _repeated(events: Iterable[Allocation]) -> StorageTracker:
+    tracker = StorageTracker()
+    tracker.repeat(events)
+    return tracker
 
 
 def surroundings_of(
@@ -86,22 +78,13 @@ def surroundings_of(
     present = [_weight(t, memory) for t in there]
     if step.accumulate:
         present += (memory.weight(p.device.type, p.nbytes) for p in learning)
-    now = None if memory.model is None else _state_now(there, step)
+    now = None if memory.model is None else allocator_before(step, there, parameters)
     around = Surroundings(tuple(filter(None, present)), memory=memory, now=now)
     return _with_optimizer(around, step, parameters) if learning else around
 
 
 def _weight(tensor: torch.Tensor, memory: DeviceMemory) -> int:
     return memory.weight(device_behind(tensor).type, tensor.untyped_storage().nbytes())
-
-
-def _state_now(there: Sequence[torch.Tensor], step: TrainingStep) -> AllocatorState | None:
-    given = step.optimizer if isinstance(step.optimizer, torch.optim.Optimizer) else None
-    present = (*there, *tensors_of([given]))
-    gradients = [t.grad for t in there if t.is_leaf and t.grad is not None]
-    with without_modes():
-        plain = [t.detach() for t in present]
-    return allocator_state(plain, has_state=given is not None and bool(given.state), gradients=gradients)
 
 
 def _with_optimizer(around: Surroundings, step: TrainingStep, parameters: Sequence[torch.Tensor]) -> Surroundings:

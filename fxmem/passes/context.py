@@ -13,15 +13,14 @@ from torch import fx
 from fxmem.capture.dynamic_batch import without_values
 from fxmem.capture.graph import CaptureGraph, Inputs, device_of
 from fxmem.capture.joint_steps import joint_steps
-from fxmem.fake.stand_in import original_of
 from fxmem.ir import FrontierPoint
 from fxmem.passes.choices import DEFAULT
 from fxmem.planners.policy import Rule
-from fxmem.profiling.allocator_state import AllocatorState, allocator_state
+from fxmem.profiling.allocator_state import AllocatorState
 from fxmem.profiling.device_memory import DeviceMemory
+from fxmem.profiling.optimizer_step import allocator_before
 from fxmem.profiling.profile import Profiled, profile
 from fxmem.profiling.roofline import Hardware, hardware_for
-from fxmem.profiling.storage_tracker import tensors_of
 from fxmem.profiling.training_step import TrainingStep
 from fxmem.progress import check_interrupted
 from fxmem.runtime.autocast import Autocast, autocast_as_in_forward, casts_kept
@@ -131,14 +130,9 @@ class CompileContext:
 
     def allocator_state(self) -> AllocatorState | None:
         """Return what CUDA's allocator holds now; None where the step does not run on a CUDA device that is here."""
-        optimizer, scaler = self.settings.step.optimizer, self.settings.step.scaler
-        given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        parameters = (*self.model.parameters(), *self.model.buffers(), *self.inputs.tensors)
-        present = (*(original_of(t) for t in parameters), *tensors_of([given, scaler]))
-        return allocator_state(
-            (t.detach() for t in present),
-            has_state=given is not None and bool(given.state),
-            gradients=[original_of(p.grad) for p in self.model.parameters() if p.grad is not None],
+        parameters = tuple(self.model.parameters())
+        return allocator_before(
+            self.settings.step, (*parameters, *self.model.buffers(), *self.inputs.tensors), parameters
         )
 
     def with_settings(self, **changes: Any) -> CompileContext:

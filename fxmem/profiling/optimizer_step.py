@@ -8,7 +8,7 @@ instead of its ops: of a step with Adam more than half are its.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,12 +18,14 @@ import torch
 from fxmem.errors import InputError, first_lines
 from fxmem.fake.fake_tensors import ScalarReads
 from fxmem.fake.stand_in import original_of
+from fxmem.profiling.allocator_state import AllocatorState, allocator_state
 from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import Gradients, OptimizerLike, TrainingStep, gradients_of, optimizer_class
 from fxmem.runtime.layout import Geometry
 from fxmem.runtime.step_in_backward import StepInBackward
 from fxmem.torch_patches import steady_scaler
+from fxmem.torch_private import without_modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,18 @@ class _InBackward(WatchedOptimizer):
 
     def seen(self, parameters: Sequence[torch.Tensor]) -> None:
         return None
+
+
+def allocator_before(
+    step: TrainingStep, tensors: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]
+) -> AllocatorState | None:
+    """Return what CUDA's allocator holds now, before ``step`` over ``parameters``; None where the step does not run on a
+    CUDA device that is here. ``tensors``: all that is there but state of optimizer and scaler, which are looked up."""
+    given = step.optimizer if isinstance(step.optimizer, torch.optim.Optimizer) else None
+    gradients = [original_of(p.grad) for p in parameters if p.is_leaf and p.grad is not None]
+    with without_modes():
+        plain = [t.detach() for t in (*map(original_of, tensors), *tensors_of([given, step.scaler]))]
+    return allocator_state(plain, has_state=given is not None and bool(given.state), gradients=gradients)
 
 
 def clears_all(step: TrainingStep, parameters: Sequence[torch.Tensor]) -> bool:
