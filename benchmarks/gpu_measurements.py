@@ -209,7 +209,10 @@ def _largest(records: list[dict[str, Any]], wanted: str) -> tuple[int, int]:
     return rule, real
 
 
-CONVOLUTIONAL = ("resnet50", "unet", "vgg16", "densenet121", "convnext_tiny", "efficientnet_b0")
+CONVOLUTIONAL = (
+    *("resnet50", "unet", "vgg16", "densenet121", "convnext_tiny", "efficientnet_b0"),
+    *("mobilenet_v2", "regnet", "resnet18", "swin_t"),
+)
 MODES = {"": {}, ", deterministic": {"deterministic": True}, ", benchmark": {"benchmark": True}}
 """Settings of ``torch.backends.cudnn.flags``."""
 

@@ -3,13 +3,18 @@
 In: an op and its arguments. Out: bytes. Which algorithm cuDNN takes is not known without the GPU. Where there is one, each
 call is made twice on tensors of its geometry (:func:`measured_workspaces`), and what the allocator handed out the second
 time, beside results and known copies, is the workspace. A geometry is measured once; the memory is given back. For
-another GPU, that of a convolution is the larger of the two kinds that cuDNN's heuristics choose among
+another GPU, that of a convolution is bounded by what the kernels take that cuDNN's heuristics choose among
 (:func:`workspace_bound`; cuDNN developer guide, convolution algorithms), and that of a batch norm, less than a MB, is 0:
 
-- tensor-core and implicit GEMM kernels that want channels last: a copy of input, weight and result;
+- tensor-core and implicit GEMM kernels that want channels last: a copy of input, weight and result, channels of a group
+  padded to whole vectors of 16 bytes;
 - Winograd's transform F(4x4, 3x3), not fused, in fp32, of 3x3 kernels of stride 1: 36 numbers for each 4x4 tile of input
-  and result, and for each pair of channels (Lavin and Gray, 2016, section 4).
+  and result, and for each pair of channels (Lavin and Gray, 2016, section 4);
+- beside either, sums over parts of the reduced dimension (split-K), in fp32: at most 16 of what is made, and 24 MiB;
+- the backward of a depthwise convolution in a kernel of grouped ones: its maps in fp32, each channel padded to 8.
 
+The padding, the parts and their limit are what 5,216 calls of six networks took on an H200, fp32 and bf16, both layouts
+(torch 2.11; none took more).
 FFT kernels and the trials of ``torch.backends.cudnn.benchmark`` may take more: PyTorch lets them have whatever is free.
 Beside published peaks the rule is in ``benchmarks/published_memory.py``.
 """
@@ -23,6 +28,7 @@ from typing import Any
 import torch
 
 from fxmem.profiling.cuda_reduction import ITEM_BYTES, TensorRecord
+from fxmem.profiling.cuda_scratch import in_depthwise_kernel
 from fxmem.torch_private import leaves_of, without_modes
 
 CONVOLUTIONS = ("convolution", "convolution_backward")
@@ -33,6 +39,12 @@ ALIGNING_BYTES = 512
 """Beside copies: on an H200 a convolution in bf16 took 16 more."""
 TILE, TRANSFORMED = 4, 36
 """Side of a tile of Winograd's transform, and numbers that stand for it."""
+VECTOR_BYTES = 16
+"""Of channels that a kernel reads at once."""
+PARTS, MOST_PARTS_BYTES = 16, 24 << 20
+"""Of split-K."""
+PADDED_CHANNEL, PADDED_BYTES = 8, 1 << 20
+"""Numbers that stand for one of a depthwise convolution's backward, and what is taken beside the padded maps."""
 
 
 def workspace_bound(op: str, args: Mapping[str, Any]) -> int:
@@ -42,13 +54,25 @@ def workspace_bound(op: str, args: Mapping[str, Any]) -> int:
     """
     if op not in CONVOLUTIONS:
         return 0
-    x, weight = args["input"], args["weight"]
-    if args["groups"] == x.shape[1] > 1:
-        return 0  # depthwise: PyTorch's own kernel
-    result = args["grad_output"].shape if op == "convolution_backward" else _result_shape(x, weight, args)
-    item = ITEM_BYTES[x.dtype]
-    copied = ALIGNING_BYTES + int(item * (x.numel + weight.numel + prod(result)))
-    return max(copied, _winograd_bytes(x, weight, result, args))
+    x: TensorRecord = args["input"]
+    weight: TensorRecord = args["weight"]
+    if in_depthwise_kernel(args):
+        return 0
+    backward = op == "convolution_backward"
+    result: Sequence[int] = args["grad_output"].shape if backward else _result_shape(x, weight, args)
+    item, groups = int(ITEM_BYTES[x.dtype]), int(args["groups"])
+    if backward and groups == x.shape[1] > 1:
+        return max(4, item) * (PADDED_CHANNEL * max(x.numel, prod(result)) + weight.numel) + PADDED_BYTES
+    numbers = weight.numel + sum(_padded(shape, VECTOR_BYTES // item, groups) for shape in (x.shape, result))
+    made = max(weight.numel, x.numel) if backward else prod(result)
+    parts_bytes = min(4 * PARTS * made, MOST_PARTS_BYTES)
+    return max(item * numbers + ALIGNING_BYTES, _winograd_bytes(x, weight, result, args)) + parts_bytes
+
+
+def _padded(shape: Sequence[int], multiple: int, groups: int) -> int:
+    """Return the numbers of maps of ``shape`` with the channels of each group padded to a multiple."""
+    channels = groups * multiple * -(-shape[1] // (groups * multiple))
+    return shape[0] * channels * prod(shape[2:])
 
 
 def _winograd_bytes(x: TensorRecord, weight: TensorRecord, result: Sequence[int], args: Mapping[str, Any]) -> int:

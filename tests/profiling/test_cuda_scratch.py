@@ -18,8 +18,15 @@ from fxmem.profiling import (
 )
 from fxmem.profiling.cuda_reduction import TensorRecord, contiguous, reduction_blocks
 from fxmem.profiling.cuda_scratch import RULES, Scratch, scratch_of
-from fxmem.profiling.cudnn_workspace import ALIGNING_BYTES, measured_workspaces, workspace_bound
+from fxmem.profiling.cudnn_workspace import (
+    ALIGNING_BYTES,
+    MOST_PARTS_BYTES,
+    PARTS,
+    measured_workspaces,
+    workspace_bound,
+)
 
+DATA = Path(__file__).parents[1] / "data"
 RECORDED = {device: f"cuda_scratch_{device}_torch2.14.1.json" for device in ("h100-80gb", "a100-80gb")}
 SMALL_BOUND_BYTES = 6 << 20
 """An upper bound may lie this far above what was measured, or half as much again."""
@@ -31,7 +38,7 @@ def reduced_bytes(*args: Any) -> int:
 
 @cache
 def recorded(device: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / RECORDED[device]).read_text())
+    found: dict[str, Any] = json.loads((DATA / RECORDED[device]).read_text())
     return found
 
 
@@ -164,7 +171,7 @@ def record(x: torch.Tensor) -> TensorRecord:
     ("transposed", "stride", "padding", "dilation", "groups"),
     [(False, 1, 1, 1, 1), (False, 2, 3, 1, 1), (False, 1, 0, 2, 4), (True, 2, 1, 1, 1), (True, 3, 0, 2, 2)],
 )
-def test_a_convolution_s_workspace_holds_a_copy_of_input_weight_and_result(
+def test_a_convolution_s_workspace_holds_padded_copies_of_input_weight_and_result_and_parts(
     transposed: bool, stride: int, padding: int, dilation: int, groups: int
 ) -> None:
     channels = (8, 12 // groups) if transposed else (12, 8 // groups)
@@ -173,9 +180,11 @@ def test_a_convolution_s_workspace_holds_a_copy_of_input_weight_and_result(
     result = torch.ops.aten.convolution(x, weight, None, *geometry)
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     args = {"input": record(x), "weight": record(weight), **dict(zip(names, geometry, strict=True))}
-    bound = workspace_bound("convolution", args)
-    assert bound == x.nbytes + weight.nbytes + result.nbytes + ALIGNING_BYTES
-    assert bound == workspace_bound("convolution_backward", args | {"grad_output": record(result)})
+    padded = [t.nbytes // t.shape[1] * groups * -(-t.shape[1] // groups // 4) * 4 for t in (x, result)]
+    copies = sum(padded) + weight.nbytes + ALIGNING_BYTES
+    assert workspace_bound("convolution", args) == copies + PARTS * result.nbytes
+    backward = workspace_bound("convolution_backward", args | {"grad_output": record(result)})
+    assert backward == copies + PARTS * max(x.nbytes, weight.nbytes)
 
 
 def test_winograd_s_transform_takes_two_and_a_quarter_times_input_and_result_in_fp32() -> None:
@@ -184,8 +193,19 @@ def test_winograd_s_transform_takes_two_and_a_quarter_times_input_and_result_in_
         args = {"input": contiguous((16, 64, 56, 56), dtype), "weight": contiguous((64, 64, 3, 3), dtype), **layer}
         maps, kernels = 2 * 16 * 64 * 56 * 56, 64 * 64
         copied = item * (maps + 9 * kernels) + ALIGNING_BYTES
-        assert workspace_bound("convolution", args) == (copied if item == 2 else 9 * maps + 144 * kernels)
+        whole = copied if item == 2 else 9 * maps + 144 * kernels
+        assert workspace_bound("convolution", args) == whole + MOST_PARTS_BYTES
     assert workspace_bound("mm", {}) == 0
+
+
+def test_the_bound_holds_for_what_convolutions_took_on_a_gpu() -> None:
+    """The tightest calls of each network, dtype and layout on an H200."""
+    calls = json.loads((DATA / "cudnn_workspaces_h200.json").read_text())["calls"]
+    assert len(calls) >= 60
+    for call in calls:
+        args = {name: as_argument(value) for name, value in call["args"].items()}
+        known_bytes = scratch_of(call["op"], args, DEVICES["h200"]).transient_bytes
+        assert call["bytes"] <= known_bytes + workspace_bound(call["op"], args), call
 
 
 def test_a_workspace_is_what_an_op_is_handed_out_beside_results_and_known_copies(
