@@ -18,6 +18,7 @@ from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C._acc import DeviceGuard as PythonDeviceGuard
 from torch._C._acc import register_python_privateuseone_device_guard as register_device_guard
 from torch._C._autograd import DeviceType as device_types
+from torch._C._dynamo.guards import TensorGuards
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -56,6 +57,7 @@ __all__ = [
     "device_behind",
     "device_types",
     "grad_reaches_all",
+    "guard_of",
     "has_kernel",
     "graph_nodes",
     "has_saved_tensor_hooks",
@@ -152,6 +154,15 @@ _LEAVES = frozenset(
 def is_view(tensor: torch.Tensor) -> bool:
     """True if autograd takes ``tensor`` for a view of another."""
     return tensor._is_view()
+
+
+def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return what tells, called with these strided tensors, whether class, dtype, device, shape, strides and
+    ``requires_grad`` of each are still the same, and autocast and modes around: in C++, at a tenth of Python's time."""
+    if not tensors:
+        return lambda: True
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 def is_traceable_wrapper(value: object) -> bool:

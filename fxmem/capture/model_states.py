@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +27,7 @@ from fxmem.capture.graph import CaptureGraph
 from fxmem.capture.guards import constant, has_memory, memory_of
 from fxmem.capture.side_effects import SideEffects, facts_of
 from fxmem.fake.python_state import CONTAINERS, Place
-from fxmem.torch_private import version_of
+from fxmem.torch_private import guard_of, version_of
 
 CONSTANTS = frozenset({bool, int, float, str, type(None)})
 VALUES: tuple[type, ...] = (
@@ -149,6 +149,7 @@ class ModelStates:
 Left = defaultdict[int, set[Any]]
 """By the id of a dict, of attributes perhaps, the keys under which graphs leave something."""
 NOTHING_LEFT: Left = defaultdict(set)
+_END = object()
 
 
 def _items(holder: dict[Any, Any], left: Left) -> Iterable[tuple[Any, Any]]:
@@ -195,13 +196,16 @@ class _Look:
         self._holders: list[Iterable[Any]] = [dict.values(h) if isinstance(h, dict) else h for h in filled]
         self._holders += [vars(kind).values() for kind in _classes_of(model)]
         self._holders += [h for h in inside if isinstance(h, dict) and h and id(h) not in left]
+        self._holders.append((_END,))  # where values became more or fewer, it stands elsewhere
         self._values = list(chain.from_iterable(self._holders))
         registered = [*(m._parameters for m in modules), *buffers]
         self._tensors = [t for tensors in registered for t in tensors.values() if t is not None]
-        self._known = list(map(_KNOWN, self._tensors))
+        self._facts = list(map(_facts, self._tensors))
         self._strided = [t for t in self._tensors if t.layout is torch.strided]
-        self._strides = list(map(torch.Tensor.stride, self._strided))
+        self._others = [t for t in self._tensors if t.layout is not torch.strided]
+        self._facts_of_others = list(map(_facts, self._others))
         self._offsets = list(map(torch.Tensor.storage_offset, self._strided))
+        self._still_known = guard_of(self._strided)
         self._placed = [t for t in self._tensors if has_memory(t)]
         self._places = list(map(torch.Tensor.data_ptr, self._placed))
         """By which tensors that come to lie on one storage are noticed."""
@@ -209,26 +213,28 @@ class _Look:
     def differs(self) -> bool:
         """True if some value, or what is known of some tensor, is no longer the same. Asked in every step: nothing of
         Python runs for each tensor."""
-        values = list(chain.from_iterable(self._holders))
         return (
             any(self._empty)
-            or len(values) != len(self._values)
-            or not all(map(is_, values, self._values))
-            or list(map(_KNOWN, self._tensors)) != self._known
-            or list(map(torch.Tensor.stride, self._strided)) != self._strides
+            or not all(map(is_, chain.from_iterable(self._holders), self._values))
             or list(map(torch.Tensor.storage_offset, self._strided)) != self._offsets
             or list(map(torch.Tensor.data_ptr, self._placed)) != self._places
+            or not self._still_has_facts()
         )
 
-
-_KNOWN = attrgetter("requires_grad", "dtype", "device", "layout", "shape")
-"""What may change of a parameter or buffer that stays the same object, beside strides and offset."""
+    def _still_has_facts(self) -> bool:
+        others_same = list(map(_facts, self._others)) == self._facts_of_others
+        if others_same and self._still_known(*self._strided):
+            return True
+        if self._facts != list(map(_facts, self._tensors)):
+            return False
+        self._still_known = guard_of(self._strided)  # under autocast, perhaps: no other facts
+        return True
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what may change of a parameter or buffer that stays the same object."""
     place = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
-    return (*_KNOWN(tensor), place)
+    return (tensor.requires_grad, tensor.dtype, tensor.device, tensor.layout, tensor.shape, place)
 
 
 def _first_on_memory(model: torch.nn.Module, left: Left) -> dict[int, int]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
+from fxmem.capture import model_states
+from fxmem.capture.model_states import ModelStates
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 
 WIDTH, HIDDEN, ROWS, TIMES = 16, 128, 32, 6
@@ -169,3 +171,31 @@ def test_calls_outside_of_training_read_the_same_state() -> None:
         found.append([first, second, each(x)])
         assert each.first.potential.requires_grad
     assert all(map(torch.equal, *found))
+
+
+def test_a_parameter_s_facts_are_looked_at_in_each_call_and_autocast_is_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Linear(4, 4)
+    states = ModelStates(model)
+    first = states.number()
+    with monkeypatch.context() as patch:
+        patch.setattr(model_states, "_state_of", lambda *args, **kwargs: pytest.fail("nothing has changed"))
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert states.number() == first
+            assert states.number() == first
+    changes: list[Callable[[], Any]] = [
+        lambda: model.weight.requires_grad_(False),
+        lambda: setattr(model.weight, "data", torch.zeros(4, 4).t()),
+        lambda: setattr(model.weight, "data", torch.zeros(4, 8)[:, :4]),
+        lambda: setattr(model.weight, "data", torch.zeros(17)[1:].view(4, 4)),
+        lambda: setattr(model.weight, "data", torch.zeros(4, 4, dtype=torch.float64)),
+        lambda: setattr(model, "bias", None),
+        lambda: setattr(model, "scale", 2.0),
+    ]
+    seen = [first]
+    for change in changes:
+        change()
+        seen.append(states.number())
+    assert seen == list(range(first, first + len(changes) + 1))
