@@ -10,11 +10,13 @@ another GPU, that of a convolution is bounded by what the kernels take that cuDN
   padded to whole vectors of 16 bytes;
 - Winograd's transform F(4x4, 3x3), not fused, in fp32, of 3x3 kernels of stride 1: 36 numbers for each 4x4 tile of input
   and result, and for each pair of channels (Lavin and Gray, 2016, section 4);
-- beside either, sums over parts of the reduced dimension (split-K), in fp32: at most 16 of what is made, and 24 MiB;
+- beside either, sums over parts of the reduced dimension (split-K), in fp32: at most 16 of a result or an input's gradient,
+  and 24 MiB; of a weight's gradient one for each image, 16 at least, and 64 MiB;
 - the backward of a depthwise convolution in a kernel of grouped ones: its maps in fp32, each channel padded to 8.
 
-The padding, the parts and their limit are what 5,216 calls of six networks took on an H200, fp32 and bf16, both layouts
-(torch 2.11; none took more).
+The padding, the parts and their limits are what 8,442 calls of ten networks took on an H200, fp32 and bf16, both layouts
+(torch 2.11; none took more). They were found on six of them; of the four others' calls one took more, whose batch is twice
+as large, and of a weight's gradient as many parts. So other networks may take more again.
 FFT kernels and the trials of ``torch.backends.cudnn.benchmark`` may take more: PyTorch lets them have whatever is free.
 Beside published peaks the rule is in ``benchmarks/published_memory.py``.
 """
@@ -42,7 +44,9 @@ TILE, TRANSFORMED = 4, 36
 VECTOR_BYTES = 16
 """Of channels that a kernel reads at once."""
 PARTS, MOST_PARTS_BYTES = 16, 24 << 20
-"""Of split-K."""
+"""Of split-K, but for weights' gradients."""
+MOST_IMAGES_BYTES = 64 << 20
+"""Of parts of a weight's gradient, one for each image."""
 PADDED_CHANNEL, PADDED_BYTES = 8, 1 << 20
 """Numbers that stand for one of a depthwise convolution's backward, and what is taken beside the padded maps."""
 
@@ -64,8 +68,9 @@ def workspace_bound(op: str, args: Mapping[str, Any]) -> int:
     if backward and groups == x.shape[1] > 1:
         return max(4, item) * (PADDED_CHANNEL * max(x.numel, prod(result)) + weight.numel) + PADDED_BYTES
     numbers = weight.numel + sum(_padded(shape, VECTOR_BYTES // item, groups) for shape in (x.shape, result))
-    made = max(weight.numel, x.numel) if backward else prod(result)
-    parts_bytes = min(4 * PARTS * made, MOST_PARTS_BYTES)
+    parts_bytes = min(4 * PARTS * (x.numel if backward else prod(result)), MOST_PARTS_BYTES)
+    if backward:
+        parts_bytes = max(parts_bytes, min(4 * max(PARTS, x.shape[0]) * weight.numel, MOST_IMAGES_BYTES))
     return max(item * numbers + ALIGNING_BYTES, _winograd_bytes(x, weight, result, args)) + parts_bytes
 
 
