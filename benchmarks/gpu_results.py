@@ -83,11 +83,13 @@ def _compiled() -> str:
         told_mb = f"{told_bytes / 1e6:,.1f}" if told_bytes else ""
         lines.append((row["what"], told_mb, f"{row['real'] / 1e6:,.1f}", share, said))
     head = ("model and way", "told MB", "measured MB", "beside", "")
+    models = dict.fromkeys(row["what"].partition(":")[0] for row in found["rows"])
+    cut_short = [m for m in models if not any(row["what"].startswith(f"{m}: budget") for row in found["rows"])]
     return (
         "Compiled steps (`python -m benchmarks.gpu_compiled FILE`; several models at once, so that times are rough): of "
         f"{budgets} budgets, the least and one half way, **{over} were exceeded**. Two steps that keep all differ where "
-        "kernels add in any order, and those under budgets by as much. UNet, ViT and ResNet-50 were still looking for "
-        "their least budget when the time was up. torch.compile alone breaks the graph of GPT-2 and BERT.\n\n"
+        f"kernels add in any order, and those under budgets by as much. Of {', '.join(cut_short)} the least budget was not "
+        "found in the time there was. torch.compile alone breaks the graph of GPT-2 and BERT.\n\n"
         + tabulate(lines, headers=head, tablefmt="github", disable_numparse=True)
     )
 
