@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.autograd.grad_mode import _force_original_view_tracking
 
-from fxmem.capture.pytrees import flattened
+from fxmem.capture.pytrees import flattened_call
 from fxmem.capture.side_effects import NONE, SideEffects
 from fxmem.capture.value_guards import ValueGuard, all_hold
 from fxmem.errors import InputError
@@ -43,7 +43,7 @@ class Inputs:
             extra = () if model is None else _extra_names(model, kwargs)
             names = (*sorted(name for name in kwargs if name not in extra), *extra)
             kwargs = {name: kwargs[name] for name in names}
-        leaves, spec = flattened((args, kwargs))
+        leaves, spec = flattened_call(args, kwargs)
         return Inputs(tuple(leaves), spec)
 
     @staticmethod

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,6 +47,20 @@ def flattened(tree: Any) -> tuple[list[Any], TreeSpec]:
                 f"an argument holds tensors in a {type(leaf).__name__}, which is not looked into; {REMEDY}"
             )
     return leaves, spec
+
+
+def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of ``(args, kwargs)`` and their structure, which is known where each argument is a leaf itself.
+    Errors: those of :func:`flattened`."""
+    leaves = [*args, *kwargs.values()]
+    if _PLAIN.issuperset(map(type, leaves)):
+        return leaves, _spec_of_leaves(len(args), tuple(kwargs))
+    return flattened((args, kwargs))
+
+
+@lru_cache
+def _spec_of_leaves(num_args: int, names: tuple[str, ...]) -> TreeSpec:
+    return tree_flatten(((None,) * num_args, dict.fromkeys(names)))[1]
 
 
 def holds_tensors(leaf: Any, kind: type[torch.Tensor] = torch.Tensor) -> bool:

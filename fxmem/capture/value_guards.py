@@ -81,6 +81,8 @@ class ValueGuard:
 
 def all_hold(reads: Sequence[ValueGuard], leaves: Sequence[Any]) -> bool:
     """True if a call with ``leaves`` sees what ``reads`` saw."""
+    if not reads:
+        return True
     values = _Values(leaves)
     try:
         with torch.no_grad():

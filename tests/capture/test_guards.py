@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.ao.quantization as quantization
 from torch import Tensor, nn
 
 import fxmem
+from fxmem.capture.pytrees import flattened, flattened_call
 from tests.capture.models import ROWS, WIDTH, Extras, Remembering, gradients, network, recomputing, same_gradients
 
 
@@ -164,3 +167,20 @@ def test_an_op_that_writes_without_raising_a_version_is_not_run_again() -> None:
         assert all(map(torch.equal, expected, gradients(lambda step=step: optimized(step * x), optimized)))
     for one, other in zip(eager.buffers(), model.buffers(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((torch.ones(2), 3), {}),
+        ((), {"mask": None, "ids": torch.ones(1)}),
+        ((torch.ones(1), "name"), {"scale": 0.5}),
+        (([torch.ones(1)],), {"more": {"a": torch.ones(1)}}),
+        ((), {}),
+    ],
+)
+def test_arguments_that_are_leaves_are_flattened_as_others_are(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    (leaves, spec), (expected, expected_spec) = flattened_call(args, kwargs), flattened((args, kwargs))
+    assert spec == expected_spec
+    assert len(leaves) == len(expected)
+    assert all(map(is_, leaves, expected))
