@@ -2,8 +2,8 @@
 
 In: cases of :mod:`benchmarks.cuda_cases`. Out: for ``torch.compile`` and for ``backend="inductor"`` at several budgets, the
 allocated peak of a step beside the one that was told, that of the first steps, in which Inductor tries kernels, the time of
-a step, and how far gradients are from those of the compiled step that keeps all. Budgets are shares of what a step takes
-above what is there for all of it; where one is refused, the least that was named is taken.
+a step, and how far gradients are from those of the compiled step that keeps all. Budgets are the least one and the one half
+way between it and what a step takes that keeps all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.cuda_memory import loss_of, on_cuda, step_of, train
 from benchmarks.gpu_rows import Row, row, stat
 from benchmarks.measure import largest_relative_error
 from benchmarks.results_file import machine
+from benchmarks.ways import least_compiled_bytes
 from fxmem.compiled.report import CompiledReport
 
 SHARES = (0.5, 0.0)
@@ -47,8 +48,7 @@ def _rows_of(name: str, case: Case) -> Iterator[Row]:
     note = f"{_told(found, theirs)}, gradients of two such steps {_apart(again)}"
     yield row(f"{name}: keeping all", report.predicted_peak_bytes, None, found.steady, note)
     whole, least = report.predicted_peak_bytes, _least(case)
-    for share in SHARES:
-        budget = least + int(share * max(whole - least, 0))
+    for budget in dict.fromkeys(least + int(share * max(whole - least, 0)) for share in SHARES):
         report, found, seconds = _planned(case, budget)
         kept = "kept" if max(found.steady, found.first) <= budget else "OVER"
         said = (
@@ -60,12 +60,9 @@ def _rows_of(name: str, case: Case) -> Iterator[Row]:
 
 
 def _least(case: Case) -> int:
-    """Return the least budget there is, which a refusal names."""
-    try:
-        _Run(case).optimize(1 << 20)
-    except fxmem.InfeasibleBudgetError as error:
-        return error.least_bytes
-    raise AssertionError("a MiB was enough")
+    """Return the least budget; nothing is left on the device."""
+    run = _Run(case)
+    return least_compiled_bytes(run.model, run.batch, run.options)
 
 
 def _planned(case: Case, budget: int | None) -> tuple[CompiledReport, _Measured, float]:
@@ -114,9 +111,13 @@ class _Run:
         self.model = torch.compile(self.model)
         return self
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """How it is planned."""
+        return {"step": step_of(self.case, self.optimizer, self.scaler), "backend": "inductor"}
+
     def optimize(self, budget: int | None) -> None:
-        step = step_of(self.case, self.optimizer, self.scaler)
-        self.model = fxmem.optimize(self.model, *self.batch, budget=budget, step=step, backend="inductor")
+        self.model = fxmem.optimize(self.model, *self.batch, budget=budget, **self.options)
 
     def measured(self) -> _Measured:
         """Train some steps."""

@@ -69,7 +69,7 @@ def architectures() -> str:
 def overhead() -> str:
     """Return two sentences on what the runtime itself costs."""
     results = json.loads((RESULTS / "overhead.json").read_text())
-    shares = [f"{row['no_budget_us'] / row['eager_us']:+.0%} on {row['model']}" for row in results["rows"]]
+    shares = [f"{row['no_budget_us'] / row['eager_us']:+.1%} on {row['model']}" for row in results["rows"]]
     calls = [row["taped_call_us"] for row in results["rows"]]
     recipes = [row["recipe_us"] for row in results["rows"]]
     return (

@@ -202,8 +202,6 @@ class _Look:
         self._tensors = [t for tensors in registered for t in tensors.values() if t is not None]
         self._facts = list(map(_facts, self._tensors))
         self._strided = [t for t in self._tensors if t.layout is torch.strided]
-        self._others = [t for t in self._tensors if t.layout is not torch.strided]
-        self._facts_of_others = list(map(_facts, self._others))
         self._offsets = list(map(torch.Tensor.storage_offset, self._strided))
         self._still_known = guard_of(self._strided)
         self._placed = [t for t in self._tensors if has_memory(t)]
@@ -222,8 +220,7 @@ class _Look:
         )
 
     def _still_has_facts(self) -> bool:
-        others_same = list(map(_facts, self._others)) == self._facts_of_others
-        if others_same and self._still_known(*self._strided):
+        if len(self._strided) == len(self._tensors) and self._still_known(*self._strided):
             return True
         if self._facts != list(map(_facts, self._tensors)):
             return False
