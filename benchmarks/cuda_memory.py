@@ -8,7 +8,7 @@ Three commands, each writing one JSON file:
   one: ``python -m tests.cuda_stub.launch DEVICE -m benchmarks.cuda_memory measure DEVICE FILE``.
 - ``... budgets DEVICE FILE``: trains each case under budgets at the floor and at 35 % and 75 % of the way from there to the
   peak of the step as it is, with AdamW and SGD, and compares the peak with the budget. ``planned`` and ``measured`` are of
-  the first steps, in which a program may be written down, ``told`` and ``steady`` of those after them.
+  the first two steps, in which a program may be written down, ``told`` and ``steady`` of the four after them.
 
 ``... table PREDICTED MEASURED`` prints the two side by side. Options: ``--budget-of``, ``--runtime``, ``--backend``;
 ``--cases a,b``,
@@ -157,8 +157,8 @@ def _kept(case: Case, optimizer: str, budget: int, asked_for: dict[str, Any]) ->
     except fxmem.InfeasibleBudgetError as error:
         return {"refused": str(error).splitlines()[0]}
     planned = _told(optimized)
-    peaks = measured_step(case, optimized, batch, made, scaler)
-    later = measured_step(case, optimized, batch, made, scaler, 2)
+    peaks = measured_step(case, optimized, batch, made, scaler, 2)
+    later = measured_step(case, optimized, batch, made, scaler, 4)
     of = options["budget_of"]
     return {
         "planned": planned,

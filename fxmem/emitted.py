@@ -235,6 +235,8 @@ class ProgramJudge:
     peak_bytes: int | None = None
     """Of the program that it was asked for last; None where it could not be told."""
     cuda: AllocatorPeaks | None = None
+    """From what the allocator held then on, for the program runs from there; whether it may, a new process's peak tells
+    too, as another moment finds other free blocks."""
 
     @staticmethod
     def of(
@@ -259,9 +261,13 @@ class ProgramJudge:
             if not on_cuda or budget_bytes is None or self.room_bytes is None:
                 return 0
             return -self.room_bytes
-        self.peak_bytes = ran.peak_bytes
-        self.cuda = ran.events.peaks(context.allocator_state()) if on_cuda else None
-        return 0 if budget_bytes is None else bound_bytes(ran.peak_bytes, self.cuda, context.settings) - budget_bytes
+        self.peak_bytes, most = ran.peak_bytes, None
+        if on_cuda:
+            self.cuda = most = ran.events.peaks()
+            if (now := context.allocator_state()) is not None:
+                self.cuda = most.with_allocated(ran.events.allocated_from(now))
+                most = most.with_allocated(max(most.allocated_bytes, self.cuda.allocated_bytes))
+        return 0 if budget_bytes is None else bound_bytes(ran.peak_bytes, most, context.settings) - budget_bytes
 
     def _context_for(self, leaves: Sequence[Any]) -> CompileContext:
         return replace(self.context, inputs=Inputs(tuple(leaves), self.context.inputs.spec))

@@ -166,6 +166,24 @@ def test_steps_on_cuda_run_as_programs_inside_the_plan(present_bytes: int) -> No
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("stepped", [False, True])
+def test_what_is_told_of_a_program_is_what_its_steps_take(present_bytes: int, stepped: bool) -> None:
+    """From what the allocator holds when the first of them begins, the blocks of cuBLAS's workspaces as they are."""
+    model, x = dropped_out(1000, 8), torch.randn(4096, 1000, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters()) if stepped else None
+    optimized = fxmem.optimize(model, x, budget="60%", optimizer=optimizer, plan_seconds=1)
+    peaks = []
+    for _ in range(4):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        run_step(lambda: optimized(x), optimizer=optimizer)
+        peaks.append(torch.cuda.max_memory_allocated() - present_bytes)
+    assert optimized.fxmem.runtime == "program"
+    told = optimized.fxmem.report.cuda.allocated_bytes
+    assert max(peaks[2:]) <= told < max(peaks[2:]) + (1 if on_emulated_device else 2 * MIB)
+
+
+@pytest.mark.cuda
 def test_gradients_that_go_before_the_backward_wait_aside_while_a_step_is_written_down(present_bytes: int) -> None:
     """They are the same tensors with the same bits after it, and no step takes more than is told, nor that than the
     budget."""

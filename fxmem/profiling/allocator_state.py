@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,11 @@ class AllocatorPeaks:
     most_reserved_bytes: int = 0
     """The same of ``reserved_bytes``."""
 
+    def with_allocated(self, nbytes: int) -> AllocatorPeaks:
+        """Return these with other allocated bytes; workspaces come on top of them as before."""
+        beside_bytes = self.most_allocated_bytes - self.allocated_bytes
+        return replace(self, allocated_bytes=nbytes, most_allocated_bytes=nbytes + beside_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class AllocatorState:
@@ -53,17 +58,17 @@ class AllocatorState:
     gradients: tuple[int, ...] = ()
     """Places among all blocks of those that hold gradients, which do not count as own."""
 
-    def lacking(self, libraries: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Return those of ``libraries``, (place, bytes) of their workspaces, that none of the other blocks can be: they are
-        still to be made. A block is up to 1 MiB larger than what was asked for."""
-        others, result = sorted(self.other_blocks), []
+    def lacking(self, libraries: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], int]:
+        """Return those of ``libraries``, (place, bytes) of their workspaces, that none of the other blocks can be, which are
+        still to be made, and the bytes of the blocks of the others: up to 1 MiB each above what was asked for."""
+        others, result, there_bytes = sorted(self.other_blocks), [], 0
         for place, nbytes in libraries:
             found = bisect_left(others, nbytes)
             if found < len(others) and others[found] <= nbytes + MOST_UNSPLIT_BYTES:
-                del others[found]
+                there_bytes += others.pop(found)
             else:
                 result.append((place, nbytes))
-        return tuple(result)
+        return tuple(result), there_bytes
 
 
 @dataclass(frozen=True, slots=True)

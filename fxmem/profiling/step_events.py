@@ -97,24 +97,24 @@ class StepEvents:
         most = peaks
         if self.workspaces:
             most = allocator_peaks(self._with_workspaces().history(emptied=emptied), expandable=expandable)
-        allocated = max(peaks.allocated_bytes, 0 if now is None else self._allocated_from(now))
-        return AllocatorPeaks(
-            allocated,
+        result = AllocatorPeaks(
+            peaks.allocated_bytes,
             peaks.reserved_bytes,
             self.library_bytes,
-            max(allocated, most.allocated_bytes),
+            max(peaks.allocated_bytes, most.allocated_bytes),
             max(peaks.reserved_bytes, most.reserved_bytes),
         )
+        return result if now is None else result.with_allocated(max(peaks.allocated_bytes, self.allocated_from(now)))
 
-    def _allocated_from(self, now: AllocatorState) -> int:
+    def allocated_from(self, now: AllocatorState) -> int:
         """Return the most that is allocated by steps which start from ``now``."""
         there = dict(zip(now.gradients, (key for _, key, _ in self.gradients), strict=False))
-        lacking, present = now.lacking(self.libraries), self.gradients[len(there) :]
+        (lacking, library_bytes), present = now.lacking(self.libraries), self.gradients[len(there) :]
         steps = replace(self, present=present, state=() if now.has_state else self.state, libraries=lacking)
         most_bytes = 0
         for rising in ORDERS:
             allocator = CachingAllocator.holding(now, there, rising=rising)
-            own_bytes = now.own_bytes + allocator.owned_bytes + self.library_bytes - steps.library_bytes
+            own_bytes = now.own_bytes + allocator.owned_bytes + library_bytes
             others = allocator.allocated_bytes - own_bytes
             most_bytes = max(most_bytes, peaks_of(steps.history(), allocator).allocated_bytes - others)
         return most_bytes

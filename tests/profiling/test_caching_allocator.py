@@ -240,17 +240,29 @@ def test_steps_are_simulated_until_one_leaves_the_allocator_as_the_one_before_di
 
 
 def test_a_workspace_that_no_block_of_others_can_be_is_still_to_be_made_where_the_step_uses_it() -> None:
-    """It takes the free block of 11 MiB, which the activation takes where the workspace is there already."""
+    """It takes the free block of 11 MiB, which the activation takes where the workspace is there already: then its block
+    counts, which is larger than what was asked for."""
     workspace, free = 21 * MIB // 2, Segment(False, ((11 * MIB, True),))
     more = Segment(False, ((20 * MIB, True),))
     events = StepEvents(step=(("alloc", 0, 10 * MIB), ("free", 0, 0)), libraries=((0, workspace),))
     first = AllocatorState((free, more), own_bytes=0, has_state=True)
-    taken = Segment(False, ((workspace, False),))
-    there = AllocatorState((free, more, taken), own_bytes=0, has_state=True, other_blocks=(workspace,))
-    assert (first.lacking(events.libraries), there.lacking(events.libraries)) == (events.libraries, ())
+    block = workspace + MIB // 2
+    taken = Segment(False, ((block, False),))
+    there = AllocatorState((free, more, taken), own_bytes=0, has_state=True, other_blocks=(block,))
+    assert first.lacking(events.libraries) == (events.libraries, 0)
+    assert there.lacking(events.libraries) == ((), block)
     assert events.peaks().allocated_bytes == workspace + 10 * MIB
     assert events.peaks(first).allocated_bytes == 11 * MIB + 10 * MIB
-    assert events.peaks(there).allocated_bytes == 11 * MIB + workspace
+    assert events.peaks(there).allocated_bytes == events.allocated_from(there) == 11 * MIB + block
+
+
+def test_other_allocated_bytes_leave_workspaces_on_top_of_them() -> None:
+    events = StepEvents(step=(("alloc", 0, 10 * MIB), ("free", 0, 0)), workspaces=((1, 48 * MIB),))
+    peaks = events.peaks()
+    assert (peaks.allocated_bytes, peaks.most_allocated_bytes) == (10 * MIB, 58 * MIB)
+    other = peaks.with_allocated(11 * MIB)
+    assert (other.allocated_bytes, other.most_allocated_bytes) == (11 * MIB, 59 * MIB)
+    assert other.reserved_bytes == peaks.reserved_bytes
 
 
 CLEARS = StepEvents(
