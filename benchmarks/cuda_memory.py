@@ -250,7 +250,7 @@ def told() -> str:
 def _told_of(device: str, cases: dict[str, Any]) -> str:
     rows = [row for found in cases.values() if isinstance(found, list) for row in found]
     ran = [row for row in rows if "measured" in row]
-    differ = sum(told != taken for told, taken in map(_in_steady_state, ran))
+    differ = sum(told != taken for told, taken in map(_told_and_taken, ran))
     refused = f", {len(rows) - len(ran)} refused" if len(ran) < len(rows) else ""
     return (
         f"{device}, {len(cases)} models, {len(ran)} steps: **{sum(row['exceeded'] for row in ran)} over the budget**, "
@@ -258,10 +258,11 @@ def _told_of(device: str, cases: dict[str, Any]) -> str:
     )
 
 
-def _in_steady_state(row: dict[str, Any]) -> tuple[int, int]:
-    """Return allocated bytes, told and measured."""
-    told, taken = (row["told"], row["steady"]) if "told" in row else (row["planned"], row["measured"])
-    return told["allocated"], taken["allocated"]
+def _told_and_taken(row: dict[str, Any]) -> tuple[int, int]:
+    """Return allocated bytes, told and measured: of a program those of its own steps, of the tape those of all."""
+    if row.get("runtime") == "program":
+        return row["told"]["allocated"], row["steady"]["allocated"]
+    return row["planned"]["allocated"], max(row[what]["allocated"] for what in ("measured", "steady") if what in row)
 
 
 def main(arguments: list[str]) -> None:

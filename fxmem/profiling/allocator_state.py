@@ -59,8 +59,8 @@ class AllocatorState:
     """Places among all blocks of those that hold gradients, which do not count as own."""
 
     def lacking(self, libraries: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], int]:
-        """Return those of ``libraries``, (place, bytes) of their workspaces, that none of the other blocks can be, which are
-        still to be made, and the bytes of the blocks of the others: up to 1 MiB each above what was asked for."""
+        """Return those of ``libraries``, (place, bytes) of their workspaces, that none of the other blocks can be: they are
+        still to be made. And the bytes of the blocks of the rest, up to 1 MiB each above what was asked for."""
         others, result, there_bytes = sorted(self.other_blocks), [], 0
         for place, nbytes in libraries:
             found = bisect_left(others, nbytes)
