@@ -17,7 +17,8 @@ NOTE [What is measured]
    compiled way takes its turns with the same compiler's way that recomputes nothing too.
 4. Gradients and buffers after one step from equal states and equal seeds are compared with eager's bit by bit. A
    compiled way draws other random numbers than eager, so where the model has dropout it is compared with itself
-   without recomputation.
+   without recomputation. Where more than the first step is needed to begin with, gradients are those of the last of them,
+   which no update has been between.
 """
 
 from __future__ import annotations
@@ -74,9 +75,11 @@ class Row:
     flops_ratio: float | None = None
     """Counted FLOPs (matrix products, convolutions) over eager's."""
     prepare_seconds: float | None = None
-    """Planning or compiling; for compiled ways the first step is part of it."""
+    """Planning or compiling, with the first steps in which something is compiled or written down."""
     num_nodes: int | None = None
     """Nodes of the captured graph (fxmem's rows only)."""
+    runtime: str | None = None
+    """How fxmem's steps ran, and why; of older rows, on the tape, it was not noted."""
     gradients: str | None = None
     """``bitwise``, or the largest relative error over the parameters."""
     gradient_error: float | None = None
@@ -128,12 +131,13 @@ def _measure(row: Row, way: Way, initial: nn.Module, eager: Racer, eager_peak: P
         reference = free.gradients
     racer = Racer(way, initial, eager.bench, eager.batch)
     row.prepare_seconds = racer.prepare_seconds
-    row.predicted_peak_bytes = racer.contender.predicted_peak_bytes
+    row.predicted_peak_bytes = racer.contender.told_peak_bytes() if racer.contender.told_peak_bytes else None
     row.estimated_ratio = racer.contender.estimated_ratio
     if way.is_fxmem:
         optimized: Any = racer.contender.module
         row.floor_bytes = optimized.report.floor_bytes
         row.num_nodes = len(optimized.graph_module.graph.nodes)
+        row.runtime = getattr(optimized.fxmem, "runtime", None)
     _compare_numbers(row, racer, reference, eager.buffers, " against itself" if against_itself else "")
     del reference
     if way.kind == "autocast":
@@ -154,7 +158,10 @@ class Racer:
         self.prepare_seconds = time.perf_counter() - start
         start = time.perf_counter()
         self.gradients, self.buffers = self._first_step()
-        if self.contender.compile_on_first_step:
+        for _ in range(1, self.contender.num_first_steps):
+            self.gradients.clear()
+            self.gradients, _ = self._first_step()
+        if self.contender.num_first_steps:
             self.prepare_seconds += time.perf_counter() - start
 
     def _first_step(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -15,6 +15,7 @@ from torch import fx
 
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.joint_steps import runtime_for
+from fxmem.capture.written_state import written_by
 from fxmem.errors import FxMemError, InfeasibleBudgetError
 from fxmem.fake.stand_in import stand_in
 from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Timeline, Verification
@@ -122,7 +123,7 @@ def emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[Fro
     """Emit the cheapest point that keeps the budget, and where steps may run as programs one that leaves them their slack,
     if there is one; None if none keeps the budget."""
     settings = context.settings
-    slack_bytes = _slack_for(profiled, settings)
+    slack_bytes = _slack_for(profiled, context)
     if settings.budget_bytes is not None and slack_bytes:
         roomy = context.with_settings(budget_bytes=settings.budget_bytes - slack_bytes)
         emitted = _emit_cheapest(profiled, roomy, points)
@@ -131,12 +132,15 @@ def emit_cheapest(profiled: Profiled, context: CompileContext, points: tuple[Fro
     return _emit_cheapest(profiled, context, points)
 
 
-def _slack_for(profiled: Profiled, settings: Settings) -> int:
-    """Return what the budget leaves to programs; 0 where steps run on the tape, and where there is no budget."""
-    if settings.budget_bytes is None or not is_on_cuda(profiled):
-        return 0
+def _slack_for(profiled: Profiled, context: CompileContext) -> int:
+    """Return what the budget leaves to programs: copies of what the model writes, made while a step is written down, and on
+    CUDA :func:`slack_of`; 0 where steps run on the tape, and where there is no budget."""
+    settings = context.settings
     runs = runtime_for(settings.runtime, settings.budget_of, profiled.devices)
-    return slack_of(settings.budget_bytes) if runs == "program" else 0
+    if settings.budget_bytes is None or runs == "tape":
+        return 0
+    written = written_by(profiled.captured, context.inputs.leaves)
+    return sum(t.nbytes for t in written) + (slack_of(settings.budget_bytes) if is_on_cuda(profiled) else 0)
 
 
 def slack_of(budget_bytes: int) -> int:
@@ -216,7 +220,7 @@ def with_budget(context: CompileContext, eager: FakeStep, profiled: Profiled) ->
     bound = bound_bytes(eager.peak_bytes, eager.events.peaks() if is_on_cuda(profiled) else None, settings)
     if share is not None:
         context = context.with_settings(budget_bytes=int(share * bound))
-    beside_bytes = max(0, bound - eager.peak_bytes) + _slack_for(profiled, context.settings)
+    beside_bytes = max(0, bound - eager.peak_bytes) + _slack_for(profiled, context)
     return context.with_settings(beside_bytes=beside_bytes)
 
 

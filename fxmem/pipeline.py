@@ -16,6 +16,7 @@ from torch import fx
 
 from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph
+from fxmem.capture.joint_steps import runtime_for
 from fxmem.emitted import (
     Emitted,
     ProgramJudge,
@@ -255,7 +256,8 @@ def with_times(profiled: Profiled, context: CompileContext) -> Profiled:
     settings, launch_seconds = context.settings, context.hardware.launch_seconds
     stage("measuring op times" if settings.measure else "planning")
     if settings.measure:
-        profiled = with_measured_times(profiled, cache=settings.cache)
+        on_tape = runtime_for(settings.runtime, settings.budget_of, profiled.devices) == "tape"
+        profiled = with_measured_times(profiled, cache=settings.cache, on_tape=on_tape)
         device = device_measured(profiled)
         if device is not None and device.type == "cuda":
             launch_seconds = measured_launch_seconds(device)

@@ -98,10 +98,11 @@ OPTIONS_DOC = """
       (:mod:`fxmem.passes.lean_backwards`).
     - ``budget_of``: on CUDA, what a budget bounds: ``"allocated"`` bytes, as ``torch.cuda.max_memory_allocated`` counts
       them, or ``"reserved"`` ones, what the caching allocator takes from the device.
-    - ``runtime``: how steps run. ``"program"``: as straight-line code, recorded from the first steps, which costs the host
-      less than autograd does; ``"tape"``: under autograd. ``"auto"`` is programs on CUDA and the tape on the CPU. What no
-      program is right for runs on the tape all the same, as ``module.fxmem.runtime`` says. Bits are eager's on both; of the
-      two cases in which a step that began as a program equals eager's but for rounding, a warning tells.
+    - ``runtime``: how steps run. ``"program"``: as straight-line code, recorded from the first steps, which costs the
+      host less than autograd does; ``"tape"``: under autograd. ``"auto"`` is programs on CUDA, and on the CPU from the
+      step on at which the tape has cost as much as writing one down. What no program is right for runs on the tape all
+      the same, as ``module.fxmem.runtime`` says. Bits are eager's on both; of the two cases in which a step that began
+      as a program equals eager's but for rounding, a warning tells.
     - ``cache``: whether what planning finds is kept on disk for the next process (:mod:`fxmem.disk_cache`).
 """
 

@@ -28,7 +28,8 @@ class BudgetPoint(PlainData):
     """One budget and what it costs; between two points, the one with the lower budget is what one gets."""
 
     budget_bytes: int
-    """The least budget for which this is the plan."""
+    """The least budget for which this is the plan with ``runtime="tape"``. Else room to write a step down comes on top:
+    copies of buffers that the model writes, and on CUDA what the allocator adds."""
     predicted_peak_bytes: int
     """Of the whole training step."""
     overhead_seconds: float

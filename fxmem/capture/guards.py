@@ -77,9 +77,14 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not is_traceable_wrapper(tensor)
 
 
+def has_address(tensor: torch.Tensor) -> bool:
+    """True if where ``tensor`` lies is told by its address, which means nothing of a fake."""
+    return has_memory(tensor) and not isinstance(tensor, FakeTensor)
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """Return where the storage of a tensor that has memory begins; something of its own where that is empty."""
-    if isinstance(tensor, FakeTensor):  # its address means nothing
+    if not has_address(tensor):
         return storage_key(tensor)
     return tensor.untyped_storage().data_ptr() or storage_key(tensor)
 

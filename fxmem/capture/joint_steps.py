@@ -4,15 +4,17 @@ NOTE [Which runtime]
 
 ``runtime="program"`` asks for programs, ``"tape"`` for the tape, where ops run under autograd. ``"auto"``, the default, is
 programs where a step works on a CUDA device: there the host launches while the device works, and what the host must do for
-a step may be all its time. On the CPU no launch runs ahead, and writing a step down takes the time of several. A budget of
-what the allocator has reserved is for the tape: a program's allocations are the plan's, but not the moments of their
-frees, on which fragments depend. ``FXMEM_RUNTIME`` in the environment says what ``"auto"`` is. Whatever is asked for, a
-step runs on the tape where no program is right for it (NOTE [What stays on the tape]), and ``module.fxmem.runtime`` says
-why.
+a step may be all its time. On the CPU writing a step down takes the time of several, so with ``"auto"`` that waits until
+the tape has cost as much: then it has paid at most twice what was best, however many steps are to come (ski rental;
+Karlin et al., Algorithmica 3, 1988). A budget of what the allocator has reserved is for the tape: a program's allocations
+are the plan's, but not the moments of their frees, on which fragments depend. ``FXMEM_RUNTIME`` in the environment says
+what ``"auto"`` is. Whatever is asked for, a step runs on the tape where no program is right for it (NOTE [What stays on the
+tape]), and ``module.fxmem.runtime`` says why.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,20 +33,39 @@ from fxmem.runtime.scoped_ops import op_of, op_text, region_of
 from fxmem.torch_private import OpOverload, tree_leaves
 
 RUNTIMES = ("auto", "tape", "program")
+CALL_SECONDS = 3e-3
+"""Of writing down a step on the CPU, for each call that its forward makes, the step's own time left out."""
+TAPED_SECONDS, RECIPE_SECONDS = 35e-6, 110e-6
+"""Of the tape's Python on the CPU, for a call that runs on it and for a recipe (``benchmarks/results/overhead.json``)."""
+LEAST_WATCHED, MOST_WATCHED = 10, 1000
+"""Calls on the CPU before a step is written down by itself. If it were more, the tape costs next to nothing."""
 OWN = frozenset(module.__name__ for module in (compressed_ops, frozen_batch_norm, inplace_ops, lean_backwards))
 
 
 def runtime_for(asked_for: str, budget_of: str, devices: Iterable[torch.device]) -> str:
-    """Return how steps on ``devices`` run, "tape" or "program" (NOTE [Which runtime]). Errors: ``InputError`` if the
-    environment has a name that is none."""
+    """Return how steps on ``devices`` run, "tape", "program", or "auto": as programs from some call on (NOTE [Which
+    runtime]). Errors: ``InputError`` if the environment has a name that is none."""
     if asked_for == "auto":
         asked_for = os.environ.get("FXMEM_RUNTIME", "auto")
         if asked_for not in RUNTIMES:
             raise InputError(f"FXMEM_RUNTIME={asked_for!r} is none of {', '.join(RUNTIMES)}")
-    if asked_for == "auto":
-        is_for_programs = budget_of == "allocated" and any(device.type == "cuda" for device in devices)
-        return "program" if is_for_programs else "tape"
+    if asked_for == "auto" and budget_of != "allocated":
+        return "tape"
+    if asked_for == "auto" and any(device.type == "cuda" for device in devices):
+        return "program"
     return asked_for
+
+
+def calls_before(graph_module: fx.GraphModule) -> int | None:
+    """Return after how many calls of ``graph_module`` on the CPU the tape has cost what writing a step down does; None if
+    it never does, or too late to matter."""
+    opener = getattr(graph_module, "fxmem_tape", None)
+    if opener is None:
+        return None
+    num_calls = sum(node.op == "call_function" for node in graph_module.graph.nodes)
+    tape_seconds = TAPED_SECONDS * len(opener.table.nodes) + RECIPE_SECONDS * len(opener.table.recomputes)
+    calls = math.ceil(CALL_SECONDS * num_calls / tape_seconds)
+    return None if calls > MOST_WATCHED else max(LEAST_WATCHED, calls)
 
 
 def joint_steps(
@@ -65,7 +86,9 @@ def joint_steps(
     ``judge``: says whether a program keeps the budget. ``clears_gradients``: the loop clears them before the backward.
     """
     devices = tuple(dict.fromkeys(t.device for t in (*captured.parameters, *inputs.tensors)))
-    if runtime_for(*asked_for, devices) == "tape":
+    runs = runtime_for(*asked_for, devices)
+    before = calls_before(graph_module) if runs == "auto" else num_watched
+    if runs == "tape" or before is None:
         return None
 
     def run(graph: Callable[..., Any], leaves: Sequence[Any]) -> Sequence[Any]:
@@ -79,7 +102,7 @@ def joint_steps(
         captured.autocast,
         room_bytes,
         _refusal(captured, graph_module),
-        num_watched,
+        max(num_watched, before),
         has_regions=captured.autocast_device is not None,
         inside=inside,
         judge=judge,

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from fxmem.capture.graph import CaptureGraph
-from fxmem.capture.guards import constant, has_memory, memory_of
+from fxmem.capture.guards import constant, has_address, has_memory, memory_of
 from fxmem.capture.side_effects import SideEffects, facts_of
 from fxmem.fake.python_state import CONTAINERS, Place
 from fxmem.torch_private import guard_of, version_of
@@ -204,7 +204,7 @@ class _Look:
         self._strided = [t for t in self._tensors if t.layout is torch.strided]
         self._offsets = list(map(torch.Tensor.storage_offset, self._strided))
         self._still_known = guard_of(self._strided)
-        self._placed = [t for t in self._tensors if has_memory(t)]
+        self._placed = list(filter(has_address, self._tensors))
         self._places = list(map(torch.Tensor.data_ptr, self._placed))
         """By which tensors that come to lie on one storage are noticed."""
 

@@ -5,12 +5,12 @@ recorded geometry, each op and geometry once, warm, median of a few runs, with c
 step recomputes was last touched long ago. No plan runs a backward again, so one is measured for each op only, on the
 geometry that weighs most; on others it takes as many times their forward. What is not measured (ops that never run
 again, what has no room in the time or the memory, what fails on made-up values) has its roofline time scaled by the
-median of measured over roofline, of its op if any was measured. On CPU a recipe costs :data:`TAPE_SECONDS` more, or
-half of it: there the tape's own Python adds to the step, while a GPU works on meanwhile. Times, and what was not to be
-measured, are remembered and kept on disk by device, torch version, op and geometry (:mod:`fxmem.disk_cache`), so that a
-second call plans with the same ones. ``FXMEM_MEASURE=0`` in the environment keeps ``cost="auto"`` from measuring. Not
-modelled: the values in tensors, which few kernels' times depend on, but for the sizes of groups in grouped matmuls:
-there all are equal.
+median of measured over roofline, of its op if any was measured. On the tape, on CPU, a recipe costs
+:data:`TAPE_SECONDS` more, or half of it: there the tape's own Python adds to the step, while a GPU works on meanwhile.
+Times, and what was not to be measured, are remembered and kept on disk by device, torch version, op and geometry
+(:mod:`fxmem.disk_cache`), so that a second call plans with the same ones. ``FXMEM_MEASURE=0`` in the environment keeps
+``cost="auto"`` from measuring. Not modelled: the values in tensors, which few kernels' times depend on, but for the
+sizes of groups in grouped matmuls: there all are equal.
 """
 
 from __future__ import annotations
@@ -72,13 +72,14 @@ def may_measure() -> bool:
     return os.environ.get("FXMEM_MEASURE", "1").lower() not in ("0", "off", "no", "false")
 
 
-def with_measured_times(profiled: Profiled, *, cache: bool = True) -> Profiled:
-    """Return ``profiled`` with the times of its own device; unchanged where that device cannot be measured on."""
+def with_measured_times(profiled: Profiled, *, cache: bool = True, on_tape: bool = True) -> Profiled:
+    """Return ``profiled`` with the times of its own device; unchanged where that device cannot be measured on. ``on_tape``:
+    steps stay on the tape."""
     device = device_measured(profiled)
     if device is None:
         return profiled
     measured = _measure_all(profiled, device, cache=cache)
-    return _with_seconds(profiled, measured) if measured else profiled
+    return _with_seconds(profiled, measured, on_tape=on_tape) if measured else profiled
 
 
 def device_measured(profiled: Profiled) -> torch.device | None:
@@ -114,7 +115,7 @@ def with_times_like(
     return _timed(profiled, forward, backward_seconds, _tape_seconds(other), other.launches)
 
 
-def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
+def _with_seconds(profiled: Profiled, measured: dict[int, Seconds], *, on_tape: bool) -> Profiled:
     graph = profiled.profile
     scale, backward_share = _scales(graph.nodes, measured), _backward_shares(graph.nodes, measured)
     forward, backward_seconds = [], 0.0
@@ -123,8 +124,8 @@ def _with_seconds(profiled: Profiled, measured: dict[int, Seconds]) -> Profiled:
         forward.append(seconds.forward)
         own = seconds.backward
         backward_seconds += backward_share(node.op) * seconds.forward if own is None else own
-    on_cpu = all(device.type == "cpu" for device in profiled.devices)
-    tape_seconds = {True: TAPE_SECONDS, False: TAPE_SECONDS / 2} if on_cpu else {}
+    on_tape = on_tape and all(device.type == "cpu" for device in profiled.devices)
+    tape_seconds = {True: TAPE_SECONDS, False: TAPE_SECONDS / 2} if on_tape else {}
     return _timed(profiled, forward, backward_seconds, tape_seconds)
 
 

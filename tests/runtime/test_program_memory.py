@@ -1,5 +1,6 @@
 """Which steps run as programs, and what these take: at most what is planned, known before they run."""
 
+import copy
 import logging
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxmem
-from fxmem.capture.joint_steps import runtime_for
+from fxmem.capture import joint_steps
+from fxmem.capture.joint_steps import calls_before, runtime_for
 from fxmem.torch_private import storage_key
 from fxmem.watching.held_graphs import nodes_of, storages_of
 from tests.exactness import NUM_PROGRAMS, PLANS, check
@@ -118,13 +120,85 @@ def test_a_program_is_judged_by_the_step_that_was_planned() -> None:
     assert judge.peak_bytes is None
 
 
-def test_programs_are_for_cuda_unless_something_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_for_cuda_and_later_calls_on_the_cpu_if_nothing_else_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("FXMEM_RUNTIME", raising=False)
     cpu, cuda = [torch.device("cpu")], [torch.device("cpu"), torch.device("cuda", 0)]
-    assert [runtime_for("auto", "allocated", devices) for devices in (cpu, cuda)] == ["tape", "program"]
+    assert [runtime_for("auto", "allocated", devices) for devices in (cpu, cuda)] == ["auto", "program"]
     assert runtime_for("auto", "reserved", cuda) == "tape"
     assert runtime_for("tape", "allocated", cuda) == "tape"
     assert runtime_for("program", "reserved", cpu) == "program"
+
+
+def squared(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def _normed(depth: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU()) for _ in range(depth)]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.slow
+def test_on_the_cpu_a_program_begins_where_the_tape_has_cost_as_much_as_writing_it_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With eager's bits before and after, within the budget all the time, which has room for the step written down."""
+    monkeypatch.delenv("FXMEM_RUNTIME", raising=False)
+    monkeypatch.setattr(joint_steps, "CALL_SECONDS", 1e-4)
+    model, x = _normed(), torch.randn(256, 64)
+    eager = copy.deepcopy(model)
+    optimized = fxmem.optimize(model, x, optimizer=None, loss_fn=squared, budget="60%", cost="cpu", plan_seconds=1)
+    after, ran_as = calls_before(optimized.graph_module), []
+    assert after == joint_steps.LEAST_WATCHED
+    for _ in range(after + 3):
+        ran_as.append(optimized.fxmem.runtime)
+        peaks = []
+        for each in (eager, optimized):
+            with fxmem.track(each, x) as memory:
+                squared(each(x)).backward()
+            peaks.append(memory.peak_bytes)
+        assert peaks[1] <= optimized.fxmem.report.budget_bytes < peaks[0]
+        for expected, found in zip(eager.parameters(), optimized.parameters(), strict=True):
+            assert torch.equal(expected.grad, found.grad)
+            expected.grad = found.grad = None
+        for expected, found in zip(eager.buffers(), optimized.buffers(), strict=True):
+            assert torch.equal(expected, found)
+    assert ran_as == ["tape: no step has been written down yet"] * (after + 1) + ["program"] * 2
+
+
+def test_on_the_cpu_nothing_is_written_down_where_the_tape_costs_nothing_or_next_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("FXMEM_RUNTIME", raising=False)
+    x = torch.randn(256, 64)
+    kept = fxmem.optimize(_normed(), x, optimizer=None)
+    assert calls_before(kept.graph_module) is None
+    dropped = fxmem.optimize(_normed(), x, optimizer=None, budget="60%", cost="cpu", plan_seconds=1)
+    assert calls_before(dropped.graph_module) is not None
+    monkeypatch.setattr(joint_steps, "MOST_WATCHED", 1)
+    assert calls_before(dropped.graph_module) is None
+    assert kept.fxmem.runtime == "tape"
+
+
+@pytest.mark.parametrize("runtime", ["auto", "tape"])
+def test_plans_leave_room_for_copies_of_what_a_model_writes_where_a_step_may_be_written_down(
+    monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    """The floor is told without: a budget there leaves the tape."""
+    monkeypatch.delenv("FXMEM_RUNTIME", raising=False)
+    model, x = _normed(), torch.randn(256, 64)
+    options: dict[str, Any] = {"optimizer": None, "cost": "cpu", "plan_seconds": 1, "runtime": runtime}
+    written_bytes = sum(b.nbytes for b in model.buffers())
+    estimate = fxmem.estimate(model, x, optimizer=None)
+    peaks = {p.predicted_peak_bytes for p in fxmem.frontier(model, x, optimizer=None, cost="cpu", plan_seconds=1)}
+    for peak in sorted(peaks)[1:4]:
+        told = fxmem.optimize(model, x, budget=peak, **options).report.predicted_peak_bytes
+        assert told <= peak - written_bytes if runtime == "auto" else told <= peak
+    least = fxmem.optimize(model, x, budget=estimate.floor_bytes, **options).report
+    assert estimate.floor_bytes - written_bytes < least.predicted_peak_bytes <= estimate.floor_bytes
 
 
 def test_an_unknown_runtime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,15 +60,14 @@ def in_parts(recording: Recording, *, at_once: bool, early: bool = False) -> Par
     sums = _sum_bytes(recording, backward, gradients)
     live = _live_bytes(recording, backward, gradients, ends, stays, sums)
     groups: dict[int, list[Gradient]] = {}
-    waiting, start, waiting_bytes = list[Gradient](), -1, 0
+    waiting, start, waiting_bytes, sum_bytes, peak_bytes = list[Gradient](), -1, 0, 0, max(live)
     for gradient, end in zip(gradients, ends, strict=True):
-        adding_bytes = live[end + 1] + max((sums[each] for each in waiting), default=0)
-        allowed = 0 if early and waiting_bytes else max(live)
-        if waiting and max([adding_bytes, *live[start + 2 : end + 2]]) + waiting_bytes > allowed:
+        allowed = 0 if early and waiting_bytes else peak_bytes
+        if waiting and max([live[end + 1] + sum_bytes, *live[start + 2 : end + 2]]) + waiting_bytes > allowed:
             groups.setdefault(start, []).extend(waiting)
-            waiting, waiting_bytes = [], 0
+            waiting, waiting_bytes, sum_bytes = [], 0, 0
         waiting.append(gradient)
-        start = end
+        start, sum_bytes = end, max(sum_bytes, sums[gradient])
         waiting_bytes += 0 if gradient in stays else recording.nbytes[recording.views[gradient.value].storage]
     groups.setdefault(start, []).extend(waiting)
     return Parts(backward, tuple(map(tuple, groups.values())), tuple(groups))
