@@ -31,14 +31,16 @@ def profiled_model() -> Profiled:
     return profile(capture(model.train(), inputs), inputs, PRESETS["cpu"].seconds)
 
 
-def test_ops_of_equal_geometry_get_equal_times_and_recipes_are_sums_of_their_nodes() -> None:
-    graph = with_measured_times(profiled_model(), cache=False).profile
+@pytest.mark.parametrize("on_tape", [True, False])
+def test_ops_of_equal_geometry_get_equal_times_and_recipes_are_sums_of_their_nodes(on_tape: bool) -> None:
+    """And of the tape's own Python, where they run on it."""
+    graph = with_measured_times(profiled_model(), cache=False, on_tape=on_tape).profile
     linears = [node.seconds for node in graph.nodes if "linear" in node.op]
     assert all(seconds > 0.0 for seconds in linears)
     saved = [any(graph.storages[s].num_saves for s in recipe.products) for recipe in graph.recipes]
     assert set(saved) == {True, False}
     for recipe, is_saved in zip(graph.recipes, saved, strict=True):
-        tape_seconds = op_benchmark.TAPE_SECONDS / (1 if is_saved else 2)
+        tape_seconds = on_tape * op_benchmark.TAPE_SECONDS / (1 if is_saved else 2)
         assert recipe.seconds == tape_seconds + sum(graph.nodes[k].seconds for k in recipe.nodes)
 
 
@@ -119,11 +121,19 @@ def test_an_op_that_does_not_run_on_made_up_values_keeps_its_estimate(monkeypatc
 def test_optimize_measures_unless_told_otherwise(monkeypatch) -> None:
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)), torch.randn(64, 32)
     measured = []
-    monkeypatch.setattr(pipeline, "with_measured_times", lambda profiled, cache: measured.append(cache) or profiled)
+
+    def noted(profiled: Profiled, *, cache: bool, on_tape: bool) -> Profiled:
+        measured.append((cache, on_tape))
+        return profiled
+
+    monkeypatch.delenv("FXMEM_RUNTIME", raising=False)
+    monkeypatch.setattr(pipeline, "with_measured_times", noted)
     for cost, environment, num_times in (("auto", "0", 0), ("measure", "0", 1), ("cpu", "1", 1), ("auto", "1", 2)):
         monkeypatch.setenv("FXMEM_MEASURE", environment)
         assert fxmem.optimize(model, x, cost=cost).report.floor_bytes
         assert len(measured) == num_times
+    assert fxmem.optimize(model, x, cost="measure", cache=False, runtime="tape").report.floor_bytes
+    assert measured == [(True, False)] * 2 + [(False, True)]  # later steps need not be on it
     with pytest.raises(fxmem.InputError, match="unknown cost 'measured'; known: a100, auto, "):
         fxmem.optimize(model, x, cost="measured")
 
