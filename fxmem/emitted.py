@@ -143,6 +143,13 @@ def _slack_for(profiled: Profiled, context: CompileContext) -> int:
     return sum(t.nbytes for t in written) + (slack_of(settings.budget_bytes) if is_on_cuda(profiled) else 0)
 
 
+def leaves_room(profiled: Profiled, context: CompileContext, emitted: Emitted) -> bool:
+    """True if ``emitted`` leaves the budget the room that writing a program down takes; on CUDA too, where recipes have one
+    price in both runtimes."""
+    budget_bytes, slack_bytes = context.settings.budget_bytes, _slack_for(profiled, context)
+    return is_on_cuda(profiled) or budget_bytes is None or emitted.bound_bytes + slack_bytes <= budget_bytes
+
+
 def slack_of(budget_bytes: int) -> int:
     """Return how many bytes of a budget are left free for programs on CUDA: they, and the step that is written down, ask
     for no more than was planned, but the allocator may serve them from other blocks. Whether that was enough for a program

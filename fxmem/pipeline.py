@@ -27,6 +27,7 @@ from fxmem.emitted import (
     floor_bytes,
     is_on_cuda,
     least_bound_bytes,
+    leaves_room,
     slack_of,
     stepped_in_backward,
     with_budget,
@@ -145,6 +146,18 @@ def compile_model(
 
 
 def _within_budget(
+    profiled: Profiled, context: CompileContext, captured: CaptureGraph
+) -> tuple[Profiled, Planned, Emitted]:
+    """Return what is planned within the budget: with prices of the tape where that has no room for programs. Errors:
+    ``InfeasibleBudgetError``."""
+    planned = _planned_within(profiled, context, captured)
+    if not context.settings.measure or leaves_room(profiled, context, planned[-1]):
+        return planned
+    context = context.with_settings(runtime="tape")
+    return _planned_within(with_times(context.profile_of(profiled.captured), context), context, captured)
+
+
+def _planned_within(
     profiled: Profiled, context: CompileContext, captured: CaptureGraph
 ) -> tuple[Profiled, Planned, Emitted]:
     """Plan for forms that were chosen for the budget; where what comes on top of planned peaks is too much, for those that

@@ -8,6 +8,9 @@ same layout, and the CPU allocator's own events are read. What was measured is k
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ _MEASURED: dict[str, int] = {}
 _NAMESPACES = frozenset({"aten", "mkldnn", "onednn"})
 _WITHOUT = frozenset({"fill_", "zero_"})
 """Ops that write where they are told to."""
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+"""What the profiler's library reads from the environment, of which the first time counts."""
 
 
 def scratch_bytes(op: Any, args: Any, kwargs: Any) -> int:
@@ -48,9 +53,23 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
 
 
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Keep the profiler's own log from standard error: two lines each time, by default, in torch 2.13."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]
+
+
 def _measured(op: OpOverload, args: Any, kwargs: Any) -> int:
     """Return the peak of what is allocated in one run, above what is left of it."""
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _quiet_profiler(), torch.profiler.profile(profile_memory=True, activities=activities) as profiler:
         result = op(*args, **kwargs)
     results: Any = profiler.profiler.kineto_results
     events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())

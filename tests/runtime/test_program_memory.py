@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxmem
 from fxmem.capture import joint_steps
 from fxmem.capture.joint_steps import calls_before, runtime_for
+from fxmem.profiling.op_benchmark import TAPE_SECONDS
 from fxmem.torch_private import storage_key
 from fxmem.watching.held_graphs import nodes_of, storages_of
 from tests.exactness import NUM_PROGRAMS, PLANS, check
@@ -199,6 +200,21 @@ def test_plans_leave_room_for_copies_of_what_a_model_writes_where_a_step_may_be_
         assert told <= peak - written_bytes if runtime == "auto" else told <= peak
     least = fxmem.optimize(model, x, budget=estimate.floor_bytes, **options).report
     assert estimate.floor_bytes - written_bytes < least.predicted_peak_bytes <= estimate.floor_bytes
+
+
+@pytest.mark.slow
+def test_where_the_budget_has_no_room_for_programs_recipes_have_the_price_of_the_tape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("FXMEM_RUNTIME", raising=False)
+    x, options = torch.randn(256, 64), {"optimizer": None, "cost": "measure", "plan_seconds": 1}
+    least = fxmem.estimate(_normed(), x, optimizer=None).floor_bytes
+    for budget, on_tape in ((least, True), (int(1.2 * least), False)):
+        planned = fxmem.optimize(_normed(), x, budget=budget, **options).fxmem.plans.latest.planned
+        assert planned is not None
+        nodes, recipes = planned.profile.nodes, planned.profile.recipes
+        beside = {round(r.seconds - sum(nodes[k].seconds for k in r.nodes), 9) for r in recipes}
+        assert beside <= {TAPE_SECONDS, TAPE_SECONDS / 2} if on_tape else beside == {0.0}
 
 
 def test_an_unknown_runtime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
