@@ -157,7 +157,9 @@ def compare_table() -> str:
             f"{len(verdicts)} points (per block, selective, sequential) fxmem's extra time is "
             f"{statistics.mean(ratios):.2f} of the peer's in the mean, {statistics.median(ratios):.2f} in the median; it "
             f"loses {lost}, beyond the spread of its own pairs. Of {len(ours)} measured rows of fxmem {exact} have bitwise "
-            "eager's gradients and buffers and the predicted peak, exactly. torch.compile's memory budget recomputes "
+            "eager's gradients and buffers and the predicted peak, exactly. Of these rows "
+            f"{sum(row.runtime == 'program' for row in ours)} are of steps as programs ([host_time.md](host_time.md)), as "
+            "they run in a long training, the others on the tape. torch.compile's memory budget recomputes "
             f"inside kernels that inductor fuses, and wins on the CPU: beside it fxmem loses at "
             f"{sum(v.lost for v in fused)} of {len(fused)} points. All peers, and where fxmem loses: "
             "[comparison.md](comparison.md).",
