@@ -18,7 +18,7 @@ from fxmem.capture.joint_steps import runtime_for
 from fxmem.capture.written_state import written_by
 from fxmem.errors import FxMemError, InfeasibleBudgetError
 from fxmem.fake.stand_in import stand_in
-from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Timeline, Verification
+from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Phase, Timeline, Verification
 from fxmem.passes.context import CallScope, CompileContext, Settings
 from fxmem.passes.contract import run_passes
 from fxmem.passes.emit import Emit
@@ -31,6 +31,7 @@ from fxmem.profiling.allocator_state import MOST_UNSPLIT_BYTES, AllocatorPeaks
 from fxmem.profiling.op_benchmark import with_times_like
 from fxmem.profiling.optimizer_step import RecordedStep
 from fxmem.profiling.profile import Profiled
+from fxmem.profiling.training_step import TrainingStep
 from fxmem.profiling.verify import FakeStep, emitted_step, verify
 from fxmem.progress import stage
 from fxmem.report.peak import place_of
@@ -146,8 +147,28 @@ def _slack_for(profiled: Profiled, context: CompileContext) -> int:
 def leaves_room(profiled: Profiled, context: CompileContext, emitted: Emitted) -> bool:
     """True if ``emitted`` leaves the budget the room that writing a program down takes; on CUDA too, where recipes have one
     price in both runtimes."""
-    budget_bytes, slack_bytes = context.settings.budget_bytes, _slack_for(profiled, context)
-    return is_on_cuda(profiled) or budget_bytes is None or emitted.bound_bytes + slack_bytes <= budget_bytes
+    if is_on_cuda(profiled):
+        return True
+    timeline = simulate(profiled.profile, emitted.point.plan, with_steps=True)
+    room = room_bytes(timeline, emitted.cuda, context.settings.budget_bytes, context.step)
+    return room is None or _slack_for(profiled, context) <= room
+
+
+def room_bytes(
+    timeline: Timeline, cuda: AllocatorPeaks | None, budget_bytes: int | None, step: TrainingStep
+) -> int | None:
+    """Return what ``step`` leaves of its budget to what writes a program down: in forward and backward; on CUDA at all,
+    beyond the slack. None if there is no budget. ``timeline``, with steps, and ``cuda``: of the plan on the tape. Gradients
+    that go before the backward are still there where a step is written down, whose own go at once: neither counts."""
+    if budget_bytes is None:
+        return None
+    clears, slack_bytes = step.loop.zero_grad_before_backward, 0
+    written = [each for each in timeline.steps if each.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    most_bytes = max((each.live_bytes - clears * each.gradient_bytes for each in written), default=0)
+    if cuda is not None:
+        most_bytes = cuda.allocated_bytes - clears * (timeline.peak_bytes - most_bytes)
+        slack_bytes = slack_of(budget_bytes)
+    return budget_bytes - slack_bytes - most_bytes
 
 
 def slack_of(budget_bytes: int) -> int:
@@ -274,10 +295,10 @@ class ProgramJudge:
             return -self.room_bytes
         self.peak_bytes, most = ran.peak_bytes, None
         if on_cuda:
-            self.cuda = most = ran.events.peaks()
-            if (now := context.allocator_state()) is not None:
-                self.cuda = most.with_allocated(ran.events.allocated_from(now))
-                most = most.with_allocated(max(most.allocated_bytes, self.cuda.allocated_bytes))
+            anew, now = ran.events.peaks(), context.allocator_state()
+            here_bytes = anew.allocated_bytes if now is None else ran.events.allocated_from(now)
+            self.cuda = anew.with_allocated(here_bytes)
+            most = anew.with_allocated(max(anew.allocated_bytes, here_bytes))
         return 0 if budget_bytes is None else bound_bytes(ran.peak_bytes, most, context.settings) - budget_bytes
 
     def _context_for(self, leaves: Sequence[Any]) -> CompileContext:

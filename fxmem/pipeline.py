@@ -27,14 +27,15 @@ from fxmem.emitted import (
     floor_bytes,
     is_on_cuda,
     least_bound_bytes,
+    least_of,
     leaves_room,
-    slack_of,
+    room_bytes,
     stepped_in_backward,
     with_budget,
 )
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.frontiers import begin_in_background, found, frontier_of
-from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Phase, Plan
+from fxmem.ir import ChoiceMade, FrontierPoint, GraphProfile, Plan
 from fxmem.passes import compress_saved, lean_backwards
 from fxmem.passes.chunk import Chunk
 from fxmem.passes.compress_saved import CompressSaved
@@ -154,7 +155,12 @@ def _within_budget(
     if not context.settings.measure or leaves_room(profiled, context, planned[-1]):
         return planned
     context = context.with_settings(runtime="tape")
-    return _planned_within(with_times(context.profile_of(profiled.captured), context), context, captured)
+    try:
+        priced = _planned_within(with_times(context.profile_of(profiled.captured), context), context, captured)
+    except InfeasibleBudgetError:  # by other prices another frontier is found
+        return planned
+    least, other = (least_of(each[1].points).peak_bytes for each in (planned, priced))
+    return priced if other <= least else planned
 
 
 def _planned_within(
@@ -207,7 +213,7 @@ class Steps:
             points=planned.points if planned else (),
         )
         compiled = Compiled(emitted.graph_module, profiled.captured, emitted.point.plan, report, planned, profiled.seen)
-        return with_programs(compiled, context, room_bytes(report, context.step))
+        return with_programs(compiled, context, room_in(report, context.step))
 
 
 def with_programs(
@@ -221,6 +227,11 @@ def with_programs(
     )
 
 
+def room_in(report: Report, step: TrainingStep) -> int | None:
+    """Return :func:`~fxmem.emitted.room_bytes` of the plan on the tape that ``report`` is of."""
+    return room_bytes(report.timeline, report.cuda, report.budget_bytes, step)
+
+
 def peak_of(compiled: Compiled, context: CompileContext) -> int:
     """Return the peak in bytes of the step that ``context`` asks for, under what is compiled for perhaps another one."""
     graph, captured, timeline = compiled.graph_module, compiled.captured, compiled.report.timeline
@@ -228,21 +239,6 @@ def peak_of(compiled: Compiled, context: CompileContext) -> int:
         verification, events = verify(graph, captured, context.inputs, timeline, context.step)
     on_cuda = any(p.is_cuda for p in captured.parameters)
     return bound_bytes(verification.verified_bytes, events.peaks() if on_cuda else None, context.settings)
-
-
-def room_bytes(report: Report, step: TrainingStep) -> int | None:
-    """Return what ``step`` leaves of its budget to what writes a program down: in forward and backward; on CUDA at all,
-    beyond the slack. None if there is no budget. ``report``: of the plan on the tape. Gradients that go before the backward
-    are still there where a step is written down, whose own go at once: neither counts here."""
-    if report.budget_bytes is None:
-        return None
-    clears, slack_bytes = step.loop.zero_grad_before_backward, 0
-    written = [each for each in report.timeline.steps if each.phase in (Phase.FORWARD, Phase.BACKWARD)]
-    most_bytes = max((each.live_bytes - clears * each.gradient_bytes for each in written), default=0)
-    if report.cuda is not None:
-        most_bytes = report.cuda.allocated_bytes - clears * (report.timeline.peak_bytes - most_bytes)
-        slack_bytes = slack_of(report.budget_bytes)
-    return report.budget_bytes - slack_bytes - most_bytes
 
 
 # -- profiles and frontiers ------------------------------------------------------------------------------------------

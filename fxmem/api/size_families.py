@@ -26,7 +26,7 @@ from fxmem.capture.export import capture
 from fxmem.capture.graph import CaptureGraph, Dims, Inputs
 from fxmem.errors import CaptureError, InputError
 from fxmem.passes.context import CompileContext
-from fxmem.pipeline import Compiled, UnplannedFloor, report_at, room_bytes, with_programs
+from fxmem.pipeline import Compiled, UnplannedFloor, report_at, room_in, with_programs
 from fxmem.planners.plan_transfer import Planned
 from fxmem.profiling.verify import emitted_step
 from fxmem.report.text import Report
@@ -203,6 +203,6 @@ class LazyReport:
 
 def taken_over(context: CompileContext, compiled: Compiled, origin: str) -> Compiled:
     """Return ``compiled`` as it serves the call and step of ``context``. ``origin``: what it was planned for."""
-    room = room_bytes(report_planned_for(compiled), context.step)
+    room = room_in(report_planned_for(compiled), context.step)
     taken = replace(compiled, _report=LazyReport(context, compiled, origin), planned=None, later=None)
     return with_programs(taken, context, room, NUM_WATCHED)

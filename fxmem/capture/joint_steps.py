@@ -30,13 +30,12 @@ from fxmem.runtime import compressed_ops, frozen_batch_norm, inplace_ops, lean_b
 from fxmem.runtime.programs.joint import JointSteps, Judge
 from fxmem.runtime.programs.recording import Inside, nothing_inside
 from fxmem.runtime.scoped_ops import op_of, op_text, region_of
+from fxmem.runtime.tape_table import HOOKED_SECONDS, RERUN_SECONDS
 from fxmem.torch_private import OpOverload, tree_leaves
 
 RUNTIMES = ("auto", "tape", "program")
 CALL_SECONDS = 3e-3
 """Of writing down a step on the CPU, for each call that its forward makes, the step's own time left out."""
-TAPED_SECONDS, RECIPE_SECONDS = 35e-6, 110e-6
-"""Of the tape's Python on the CPU, for a call that runs on it and for a recipe (``benchmarks/results/overhead.json``)."""
 LEAST_WATCHED, MOST_WATCHED = 10, 1000
 """Calls on the CPU before a step is written down by itself. If it were more, the tape costs next to nothing."""
 OWN = frozenset(module.__name__ for module in (compressed_ops, frozen_batch_norm, inplace_ops, lean_backwards))
@@ -63,7 +62,7 @@ def calls_before(graph_module: fx.GraphModule) -> int | None:
     if opener is None:
         return None
     num_calls = sum(node.op == "call_function" for node in graph_module.graph.nodes)
-    tape_seconds = TAPED_SECONDS * len(opener.table.nodes) + RECIPE_SECONDS * len(opener.table.recomputes)
+    tape_seconds = HOOKED_SECONDS * len(opener.table.nodes) + RERUN_SECONDS * len(opener.table.recomputes)
     calls = math.ceil(CALL_SECONDS * num_calls / tape_seconds)
     return None if calls > MOST_WATCHED else max(LEAST_WATCHED, calls)
 

@@ -36,6 +36,7 @@ from fxmem.runtime.autocast import Autocast, autocast_as_in_forward
 from fxmem.runtime.layout import View
 from fxmem.runtime.recompute import NodeRecompute, SavedInRerun
 from fxmem.runtime.scoped_ops import Scoped, op_of
+from fxmem.runtime.tape_table import HOOKED_SECONDS, RERUN_SECONDS
 from fxmem.torch_private import OpOverload, leaves_of
 
 KIND = "times"
@@ -48,10 +49,9 @@ LONG_SECONDS = 0.02
 oftener, the shorter they are."""
 MOST_SHARE = 0.5
 """Of the free memory that one op's tensors may take."""
-TAPE_SECONDS = 150e-6
-"""Of the tape's Python for one recipe on CPU, with caches that kernels have used meanwhile: about 50 us for each node that
-runs under hooks in forward, two of them for a recipe, and 50 us to unpack and set up the re-run. A recipe whose products
-nobody saves needs no hooks, and takes half as long."""
+TAPE_SECONDS = 2 * HOOKED_SECONDS + RERUN_SECONDS
+"""Of the tape's Python for one recipe on CPU: two nodes run under hooks for it. A recipe whose products nobody saves needs
+no hooks, and takes half as long."""
 EVICTING_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """What is written between runs: more than a core's own cache, or a GPU's."""
 WAITING_CYCLES = 1_000_000

@@ -10,6 +10,10 @@ from fxmem.runtime.autocast import Autocast
 from fxmem.runtime.layout import View
 from fxmem.runtime.recompute import Recompute
 
+HOOKED_SECONDS, RERUN_SECONDS = 50e-6, 50e-6
+"""Of the tape's Python on the CPU, with caches that kernels have used meanwhile: for a node that runs under hooks in
+forward, and to unpack and set up a re-run (``python -m benchmarks.overhead``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeTape:
