@@ -252,6 +252,7 @@ def _lowest_torch_budget(module: nn.Module, batch: models.Batch, options: dict[s
     from functorch.compile import min_cut_rematerialization_partition
     from torch._functorch import config
 
+    from fxmem.compiled.fakerun import ALONE, LoweredGraph
     from fxmem.compiled.fakerun import run_step as run_on_fakes
 
     peaks: dict[float, int] = {}
@@ -265,7 +266,8 @@ def _lowest_torch_budget(module: nn.Module, batch: models.Batch, options: dict[s
                     graph_module, (), num_fwd_outputs=joint.num_outputs,
                     static_lifetime_input_indices=planner.static_inputs,
                 )  # fmt: skip
-            peaks[budget] = run_on_fakes(parts, joint.num_outputs, planner.around, planner.hardware).peak_bytes
+            graph = LoweredGraph(parts, joint.num_outputs)
+            peaks[budget] = run_on_fakes([graph], ALONE, planner.around, planner.hardware).peak_bytes
 
     compiled: Any = fxmem.optimize(module, **options)
     args, kwargs = batch

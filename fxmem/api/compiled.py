@@ -72,8 +72,10 @@ def backend(
     The budget bounds the peak of the whole training step in allocated bytes, as for :func:`fxmem.optimize`, where the
     compiled function takes all that the step works on and returns its loss: parameters, batch, gradients and the state of
     ``optimizer`` are counted. Of a loss outside it knows nothing; :func:`fxmem.optimize` with ``backend="inductor"`` does.
-    One backend is for one function, in one graph; other sizes are planned as they come. Loss and gradients are bitwise
-    those of ``torch.compile`` with nothing recomputed, which are not eager's. ``backend.reports``: what was planned.
+    Where a graph breaks, or several functions are given one backend, the budget is over all compiled calls that go before
+    one backward, from the second step on; what runs between them is not counted. Other sizes are planned as they come.
+    Loss and gradients are bitwise those of ``torch.compile`` with nothing recomputed, which are not eager's.
+    ``backend.reports``: what was planned.
 
     Errors, when the first training call compiles: ``InfeasibleBudgetError`` with the least peak that was reached,
     ``InputError`` for settings of torch that no budget can be promised with.
@@ -171,7 +173,7 @@ class CompiledNamespace:
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan for a call like this one; nothing runs and no kernel is compiled. Errors: as :func:`fxmem.optimize`."""
-        self._only_planned(self._backend.plan, args, kwargs)
+        self._only_planned(self._backend.plan_only, args, kwargs)
 
     def frontier(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledCost, ...]:
         """Return what every budget costs for a call like this one."""

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxmem.compiled.calls import Calls, CompiledGraph
 from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.graph_planner import GraphPlanner
-from fxmem.compiled.lower import compilation_now, compiled, passing_dynamo, set_layouts
+from fxmem.compiled.lower import breaks_off, compilation_now, compiled, passing_dynamo, set_layouts
 from fxmem.compiled.refusals import check_inputs, check_one_graph, check_settings
 from fxmem.compiled.report import CompiledReport
+from fxmem.compiled.step_planner import PlannedGraph
 from fxmem.compiled.surroundings import Surroundings, surroundings_of
 from fxmem.errors import FxMemError
 from fxmem.passes.context import Settings
@@ -33,7 +35,8 @@ Around = Callable[[Sequence[torch.Tensor]], Surroundings]
 
 
 class Backend:
-    """A backend for ``torch.compile`` under a budget. ``reports``: one for each training graph that was planned."""
+    """A backend for ``torch.compile`` under a budget. ``reports``: one for each graph that was planned by itself, and for
+    each step of several calls."""
 
     __name__ = "fxmem"
 
@@ -43,42 +46,69 @@ class Backend:
         """If set: called for a training graph instead of compiling it."""
         self.reports: list[CompiledReport] = []
         self._around = around or self._of_graph
+        self._calls = Calls(settings, self.reports.append, self._compiled)
         self._compilation: tuple[object, object] | None = None
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         try:
             check_settings(options)
             check_inputs(inputs)
-            tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
-            return compiled(graph_module, inputs, partial(self._partition, tensors))
+            graph = CompiledGraph(graph_module, breaks_off(graph_module))
+            made = self._compiled(graph, graph_module, inputs)
         except FxMemError as error:
             raise passing_dynamo(error) from None
+        if graph.planned is None:
+            return made  # no training graph
+        graph.keep(made)
+        return partial(_called, graph, weakref.ref(self._calls))
 
-    def plan(self, planner: GraphPlanner) -> Partitioned:
-        """Return forward and backward of the plan to take; it is told in ``reports``. Errors: ``InfeasibleBudgetError``."""
-        parts, report = planner.within(self.settings.budget_bytes)
-        self.reports.append(report)
-        if report.layouts_left:
-            set_layouts(optimized=False)
-        return parts
+    def plan_only(self, planner: GraphPlanner) -> None:
+        """Tell of the plan that a step of one call takes. Errors: ``InfeasibleBudgetError``."""
+        self.reports.append(planner.within(self.settings.budget_bytes)[1])
+
+    def _compiled(
+        self, graph: CompiledGraph, graph_module: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        return compiled(graph_module, inputs, partial(self._partition, graph, inputs))
 
     def _partition(
-        self, tensors: Sequence[torch.Tensor], joint: fx.GraphModule, num_outputs: int, static: Sequence[int] | None
+        self,
+        graph: CompiledGraph,
+        inputs: Sequence[Any],
+        joint: fx.GraphModule,
+        num_outputs: int,
+        static: Sequence[int] | None,
     ) -> Partitioned:
-        compilation = compilation_now()
-        check_one_graph(compilation, self._compilation)
-        planner = GraphPlanner.of(joint, num_outputs, static, self._around(tensors), self.settings)
+        if graph.planned is None:
+            self._check_compilation()
+        around = self._around([t for t in inputs if isinstance(t, torch.Tensor)])
+        planner = GraphPlanner.of(joint, num_outputs, static, around, self.settings)
         if self.only_plan is not None:
             self.only_plan(planner)
             raise Planned
-        parts = self.plan(planner)
+        if graph.planned is None:
+            graph.planned = PlannedGraph(planner)
+            graph.wanted = self._calls.first_variant(graph, inputs)
+        assert graph.wanted is not None
+        if graph.wanted.layouts_left:
+            set_layouts(optimized=False)
+        return planner.parts(graph.planned.planner.candidates.points[graph.wanted.place].plan)
+
+    def _check_compilation(self) -> None:
+        compilation = compilation_now()
+        check_one_graph(compilation, self._compilation)
         self._compilation = compilation
-        return parts
 
     def _of_graph(self, tensors: Sequence[torch.Tensor]) -> Surroundings:
         """What is around a graph of which no more is known than its inputs: it holds its loss."""
         parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
         return surroundings_of(tensors, parameters, self.settings.step)
+
+
+def _called(graph: CompiledGraph, calls: weakref.ref[Calls], *inputs: Any) -> Any:
+    """Call a graph. Torch keeps this for good, and is not to keep the backend with it."""
+    found = calls()
+    return graph.any_compiled(*inputs) if found is None else found.call(graph, inputs)
 
 
 def held_weakly(backend: Backend) -> Callable[..., Any]:

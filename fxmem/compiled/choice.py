@@ -16,6 +16,14 @@ NOTE [Monotone budgets]
 5. Therefore bisecting may miss what fits a low budget. Where it finds nothing, the least budget is looked for that it finds
    something for, whatever the budget asked for; what it finds then is the cheapest candidate that lower budgets take. It
    and the dearer ones are tried in turn. Again a higher budget gets no dearer one.
+
+NOTE [Layouts]
+
+Inductor copies the weights of convolutions to channels last, and these copies are saved for the backward: they take as much
+as the weights. On the CPU a convolution lays out what it is given by itself, so the copies may be spared, which costs
+:data:`LAYOUT_SHARE` of a step. A budget takes the cheaper of what fits with layouts as Inductor has them and of what fits
+with layouts as they are. Less memory never costs less time in either, nor in the cheaper of both. On CUDA the layout
+decides which kernels run: there it is left alone.
 """
 
 from __future__ import annotations
@@ -23,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from fxmem.compiled.fakerun import StepRun
 from fxmem.ir import FrontierPoint
@@ -34,21 +43,38 @@ NUM_CANDIDATES = 32
 NEAR = 1.002
 """Times the end of the step: where keeping all takes no more, no deeper plan is lowered to find a lesser budget to name."""
 
-Run = Callable[[FrontierPoint], StepRun]
+LAYOUT_SHARE = 0.05
+"""Of a step: what convolutions in the model's own layout cost at most. ResNet-18 takes less time so, even with plans that
+recompute (``benchmarks/results/compiled.json``)."""
+
+
+class Point(Protocol):
+    """A plan of one graph, or of several calls."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """As the planner sees it; 0 where that is not known."""
+
+    @property
+    def recompute_seconds(self) -> float: ...
+
+
+P = TypeVar("P", bound=Point)
+Run = Callable[[P], StepRun]
 """Lowers a plan and runs it on fakes."""
 
 
 @dataclass(slots=True)
-class Candidates:
+class Candidates(Generic[P]):
     """Candidates of one graph, and what was seen of them."""
 
-    points: tuple[FrontierPoint, ...]
+    points: tuple[P, ...]
     """Peaks falling, seconds rising."""
     runs: dict[int, StepRun] = field(default_factory=dict)
     """By place in ``points``."""
 
     @staticmethod
-    def of(frontier: Sequence[FrontierPoint]) -> Candidates:
+    def of(frontier: Sequence[FrontierPoint]) -> Candidates[FrontierPoint]:
         """Return points with peaks at even distances."""
         most, least = frontier[0].peak_bytes, frontier[-1].peak_bytes
         found: dict[FrontierPoint, None] = {frontier[0]: None}
@@ -58,7 +84,7 @@ class Candidates:
             found[point] = None
         return Candidates(tuple(found))
 
-    def cheapest_within(self, budget_bytes: float, run: Run) -> int | None:
+    def cheapest_within(self, budget_bytes: float, run: Run[P]) -> int | None:
         """Return the place of the candidate to take (NOTE [Monotone budgets]); None if none fits."""
         if self.needed_bytes(0, run) > budget_bytes and self.runs[0].floor_bytes > budget_bytes:
             return None
@@ -68,14 +94,14 @@ class Candidates:
         deeper = range(self._first_deeper(run), len(self.points))
         return next((i for i in deeper if self._fits(i, budget_bytes, run)), None)
 
-    def least_bytes(self, run: Run) -> int:
+    def least_bytes(self, run: Run[P]) -> int:
         """Return the least budget that :meth:`cheapest_within` finds a candidate for, or one at most :data:`NEAR` it."""
         if (needed_bytes := self.needed_bytes(0, run)) <= NEAR * self.runs[0].floor_bytes:
             return needed_bytes
         deeper = range(self._first_deeper(run), len(self.points))
         return self._least_needed(reversed(deeper), run)
 
-    def _bisected(self, budget_bytes: float, run: Run) -> int | None:
+    def _bisected(self, budget_bytes: float, run: Run[P]) -> int | None:
         if self.needed_bytes(0, run) <= budget_bytes:
             return 0
         best, low, high = None, 1, len(self.points)
@@ -87,7 +113,7 @@ class Candidates:
                 low = middle + 1
         return best
 
-    def _first_deeper(self, run: Run) -> int:
+    def _first_deeper(self, run: Run[P]) -> int:
         """Return what bisecting finds for the least budget that it finds something for."""
         tried, low = [0], 1
         while low < len(self.points):
@@ -97,7 +123,7 @@ class Candidates:
         assert found is not None
         return found
 
-    def _least_needed(self, places: Iterable[int], run: Run) -> int:
+    def _least_needed(self, places: Iterable[int], run: Run[P]) -> int:
         """Return the least that one of ``places`` needs; what is known to need more is not lowered."""
         self.needed_bytes(0, run)
         least: float = math.inf
@@ -106,10 +132,10 @@ class Candidates:
                 least = min(least, self.needed_bytes(place, run))
         return int(least)
 
-    def _fits(self, place: int, budget_bytes: float, run: Run) -> bool:
+    def _fits(self, place: int, budget_bytes: float, run: Run[P]) -> bool:
         return self._known_bytes(place) <= budget_bytes and self.needed_bytes(place, run) <= budget_bytes
 
-    def needed_bytes(self, place: int, run: Run) -> int:
+    def needed_bytes(self, place: int, run: Run[P]) -> int:
         """Return the least budget that a candidate fits."""
         if place not in self.runs:
             self.runs[place] = run(self.points[place])
@@ -121,3 +147,76 @@ class Candidates:
         if place in (0, len(self.points) - 1):
             return 0
         return self.points[place].peak_bytes - max(0, self.points[0].peak_bytes - self.runs[0].peak_bytes)
+
+
+class Taken(NamedTuple, Generic[P]):
+    """What a budget takes."""
+
+    place: int
+    layouts_left: bool
+    """NOTE [Layouts]."""
+    point: P
+    run: StepRun
+
+
+@dataclass(frozen=True, slots=True)
+class Choices(Generic[P]):
+    """Candidates with layouts as Inductor has them and as they are, of which the cheaper that fits is taken."""
+
+    candidates: Candidates[P]
+    as_laid_out: Candidates[P] | None
+    """The same, lowered with convolutions laid out as they are (NOTE [Layouts]); None where that changes nothing."""
+    run: Callable[[P, bool], StepRun]
+    """Lowers a plan, with layouts left as they are or not, and runs it on fakes."""
+
+    def cheapest_within(self, budget_bytes: float) -> Taken[P] | None:
+        """Return what to take; None if nothing fits."""
+        usual = self._found_in(self.candidates, budget_bytes)
+        if self.as_laid_out is None or (usual is not None and self.overhead_ratio(usual) <= LAYOUT_SHARE):
+            return usual
+        found = [each for each in (usual, self._found_in(self.as_laid_out, budget_bytes)) if each is not None]
+        return min(found, key=self.overhead_ratio, default=None)
+
+    def least_bytes(self) -> int:
+        """Return the least budget that something fits, or one at most :data:`NEAR` it."""
+        return min(each.least_bytes(self._run_of(each)) for each in self._each())
+
+    def costs(self) -> tuple[tuple[int, Taken[P]], ...]:
+        """Return the budgets at which something else is taken, falling, each with that. All candidates are lowered."""
+        budgets = {each.needed_bytes(i, self._run_of(each)) for each in self._each() for i in range(len(each.points))}
+        least: dict[tuple[bool, int], tuple[int, Taken[P]]] = {}
+        for budget in sorted(budgets, reverse=True):
+            taken = self.cheapest_within(budget)
+            if taken is not None:
+                least[taken.layouts_left, taken.place] = budget, taken
+        return tuple(least.values())
+
+    @property
+    def keep_all(self) -> StepRun:
+        """The first candidate's step, once something was taken."""
+        return self.candidates.runs[0]
+
+    @property
+    def num_lowered(self) -> int:
+        return sum(len(each.runs) for each in self._each())
+
+    def overhead_seconds(self, taken: Taken[P]) -> float:
+        """Return the seconds of what is recomputed and of other layouts."""
+        more = taken.point.recompute_seconds - self.candidates.points[0].recompute_seconds
+        return more + (LAYOUT_SHARE * self.keep_all.seconds if taken.layouts_left else 0.0)
+
+    def overhead_ratio(self, taken: Taken[P]) -> float:
+        """Return their share of the step that keeps all."""
+        return self.overhead_seconds(taken) / self.keep_all.seconds if self.keep_all.seconds else 0.0
+
+    def _found_in(self, candidates: Candidates[P], budget_bytes: float) -> Taken[P] | None:
+        place = candidates.cheapest_within(budget_bytes, self._run_of(candidates))
+        if place is None:
+            return None
+        return Taken(place, candidates is self.as_laid_out, candidates.points[place], candidates.runs[place])
+
+    def _each(self) -> tuple[Candidates[P], ...]:
+        return (self.candidates,) if self.as_laid_out is None else (self.candidates, self.as_laid_out)
+
+    def _run_of(self, candidates: Candidates[P]) -> Run[P]:
+        return lambda point: self.run(point, candidates is self.as_laid_out)

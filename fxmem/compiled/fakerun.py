@@ -1,6 +1,7 @@
 """A compiled step on fakes: the wrappers that Inductor generates, run without kernels, and all memory they ask for counted.
 
-In: forward and backward as partitioned, what is around them. Out: a :class:`StepRun`: the peak in bytes, and what it costs.
+In: forward and backward as partitioned, of each call of a compiled graph in the step, and what is around them. Out: a
+:class:`StepRun`: the peak in bytes, and what it costs.
 A wrapper allocates, reuses and frees as the compiled step will, so the peak is that step's, to the byte, where the ops that
 are no generated kernels take no scratch of their own below the dispatcher; for those that do see
 :mod:`fxmem.compiled.scratch`.
@@ -8,16 +9,17 @@ are no generated kernels take no scratch of their own below the dispatcher; for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.joint import is_tangent, outputs_of
-from fxmem.compiled.lower import function_of, lowered_backward, lowered_forward
+from fxmem.compiled.lower import Wrapper, function_of, layouts, lowered_backward, lowered_forward
 from fxmem.compiled.scratch import scratch_bytes
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.errors import FxMemError, ProfileError, first_lines
@@ -56,13 +58,98 @@ class StepRun:
     """What the end of the step takes, gradients and the optimizer's step: no plan changes that."""
 
 
-def run_step(parts: Partitioned, num_outputs: int, around: Surroundings, hardware: Hardware) -> StepRun:
-    """Lower both parts and run them. Strides of saved tensors are those that the forward's code gives them.
+class Source(NamedTuple):
+    """What made an input of a graph: an earlier call's output."""
+
+    call: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCall:
+    """One call of a compiled graph in a step."""
+
+    inputs: tuple[Source | int, ...] = ()
+    """By place: what made it, or a number that the same tensor has in other calls too. Empty: all were there before."""
+    outputs_stay: bool = True
+    """Whether its outputs are held until the step is over; else until all forwards are."""
+
+    def sources(self, graph: LoweredGraph) -> Sequence[Source | int]:
+        return self.inputs or range(len(graph.inputs))
+
+
+ALONE = (GraphCall(),)
+"""A step that is one call of one graph."""
+
+
+class LoweredGraph:
+    """The code of one graph's forward and backward under a plan. Errors: as :func:`run_step`."""
+
+    def __init__(self, parts: Partitioned, num_outputs: int, layouts_left: bool = False) -> None:
+        self._forward, self._backward = parts
+        self.num_outputs, self._layouts_left = num_outputs, layouts_left
+        with unknown_code_told(), self._laid_out():
+            self.forward = lowered_forward(self._forward, num_outputs)
+        self._backward_code: Wrapper | None = None
+
+    @property
+    def inputs(self) -> list[Any]:
+        """Fakes like the forward's inputs, and what is no tensor."""
+        return [n.meta["val"] for n in _placeholders(self._forward)]
+
+    @property
+    def tangents(self) -> list[Any]:
+        """Fakes like the gradients that the backward is given."""
+        return [n.meta["val"] for n in _placeholders(self._backward) if is_tangent(n)]
+
+    def tangent_places(self) -> list[int | None]:
+        """Return the outputs that these are gradients of: in order, the next one of the same shape and type."""
+        outputs = enumerate(_vals(outputs_of(self._forward))[: self.num_outputs])
+        return [next((place for place, t in outputs if _alike(t, tangent)), None) for tangent in self.tangents]
+
+    def backward(self, saved: Sequence[Any]) -> Wrapper:
+        """Return the backward's code. ``saved``: what the forward's code saves, whose strides it is given."""
+        if self._backward_code is None:
+            given = [n for n in _placeholders(self._backward) if not is_tangent(n)]
+            assert len(given) == len(saved), "a value is saved that is no tensor"
+            for node, tensor in zip(given, saved, strict=True):
+                like = node.meta.get("val")
+                if isinstance(like, torch.Tensor) and like.stride() != tensor.stride():
+                    node.meta["val"] = like.as_strided(like.shape, tensor.stride())
+            with self._laid_out():
+                self._backward_code = lowered_backward(self._backward, len(saved), self._donated())
+        return self._backward_code
+
+    def _laid_out(self) -> AbstractContextManager[None]:
+        return layouts(optimized=False) if self._layouts_left else nullcontext()
+
+    def _donated(self) -> list[int]:
+        """Return the places of saved tensors that share no memory with inputs, outputs or gradients: AOTAutograd lets the
+        backward write over them."""
+        outputs = _vals(outputs_of(self._forward))
+        others = [*self.inputs, *outputs[: self.num_outputs], *_vals(outputs_of(self._backward))]
+        held = {storage_key(t) for t in others if isinstance(t, torch.Tensor)}
+        saved = outputs[self.num_outputs :]
+        return [i for i, t in enumerate(saved) if isinstance(t, torch.Tensor) and storage_key(t) not in held]
+
+
+def run_step(
+    graphs: Sequence[LoweredGraph], calls: Sequence[GraphCall], around: Surroundings, hardware: Hardware
+) -> StepRun:
+    """Run the forwards of ``graphs`` in order, then their backwards, the last one first. Strides of saved tensors are those
+    that a forward's code gives them.
 
     Errors: ``ProfileError`` if the generated code calls what is not known, which is never counted as nothing.
     """
+    with unknown_code_told():
+        return _Run(graphs, calls, around, hardware).step()
+
+
+@contextmanager
+def unknown_code_told() -> Iterator[None]:
+    """Errors: ``ProfileError`` for what is raised where generated code is made or run, and is no error of fxmem's."""
     try:
-        return _Run(parts, num_outputs, around, hardware).step()
+        yield
     except FxMemError:
         raise
     except Exception as error:
@@ -73,55 +160,92 @@ def run_step(parts: Partitioned, num_outputs: int, around: Surroundings, hardwar
 
 
 class _Run:
-    def __init__(self, parts: Partitioned, num_outputs: int, around: Surroundings, hardware: Hardware) -> None:
-        self._forward, self._backward = parts
-        self._num_outputs, self._around, self._hardware = num_outputs, around, hardware
+    def __init__(
+        self, graphs: Sequence[LoweredGraph], calls: Sequence[GraphCall], around: Surroundings, hardware: Hardware
+    ) -> None:
+        self._graphs, self._calls, self._around, self._hardware = graphs, calls, around, hardware
         self._seconds, self._scratch_peak, self._trial_peak = 0.0, 0, 0
         self._log = log = StepLog()
         self._tracker = StorageTracker(log.note, self._note_op, around.memory, log.note_library, log.note_workspace)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._outputs: list[list[Any]] = []
+        """By call, while they are held."""
+        self._gradients: dict[Any, torch.Tensor] = {}
+        """Of what was there before, by its number, and of outputs of a call whose backward is still to come."""
 
     def step(self) -> StepRun:
         tracker, around = self._tracker, self._around
         self._hold_present()
-        forward = function_of(lowered_forward(self._forward, self._num_outputs), self._note_kernel)
-        with torch.no_grad(), self._mode:
-            inputs = [self._blank(n.meta["val"]) for n in _placeholders(self._forward)]
-            with tracker:
-                results = list(forward(list(inputs)))
-        forward_peak, saved = self._peak_since(), tracker.live_bytes
-        outputs, kept = results[: self._num_outputs], results[self._num_outputs :]
-        del results
+        saved = [self._run_forward(graph, call) for graph, call in zip(self._graphs, self._calls, strict=True)]
+        for call, outputs in zip(self._calls, self._outputs, strict=True):
+            if not call.outputs_stay:
+                outputs.clear()
+        forward_peak, saved_bytes = self._peak_since(), tracker.live_bytes
         free_loss = tracker.repeat(around.loss)
         tracker.keep_workspaces(around.libraries)
         loss_peak = self._peak_since()
-        tangents = _restride(self._backward, kept)
-        backward = function_of(lowered_backward(self._backward, len(kept), self._donated()), self._note_kernel)
-        tracker.thread = "autograd"
-        with torch.no_grad(), self._mode:
-            args = [*kept, *(self._blank(n.meta["val"]) for n in tangents)]
-            given = [t for t in args[len(kept) :] if isinstance(t, torch.Tensor)]
-            tracker.hold(given)
-            held = [t for t in given if t.numel() == 1 or HOLDS_TANGENTS]  # a loss's the engine holds, see surroundings
-            del kept, given  # and nobody else holds tangents: the code lets go of them when it has read them
-            with tracker:
-                gradients = list(backward(args))
-                assert len(gradients) == len(inputs)
-                for place, parameter in enumerate(inputs):
-                    gradients[place] = _laid_out_as(parameter, gradients[place])
+        for number in reversed(range(len(saved))):
+            self._run_backward(number, saved.pop())
         backward_peak = self._peak_since()
         free_loss()
         tracker.hold_bytes(around.loss_left)
-        del held
         end = tracker.live_bytes
         self._log.phase_starts(Phase.OPTIMIZER)
         tracker.repeat(around.optimizer)
         floor = self._peak_since()
         peak = max(forward_peak, loss_peak, backward_peak, floor)
-        del outputs, gradients, inputs
+        self._outputs.clear()
+        self._gradients.clear()
         allocated = self._allocated(peak)
         most = 0 if around.memory.model is None else max(allocated + ROOM_BYTES, self._first_peak(allocated - peak))
-        return StepRun(allocated, forward_peak, saved, backward_peak, end, self._seconds, most, floor)
+        return StepRun(allocated, forward_peak, saved_bytes, backward_peak, end, self._seconds, most, floor)
+
+    def _run_forward(self, graph: LoweredGraph, call: GraphCall) -> list[Any]:
+        """Return what a call saves."""
+        forward = function_of(graph.forward, self._note_kernel)
+        with torch.no_grad(), self._mode:
+            inputs = [
+                self._outputs[s.call][s.output] if isinstance(s, Source) else self._blank(like)
+                for like, s in zip(graph.inputs, call.sources(graph), strict=True)
+            ]
+            with self._tracker:
+                results = list(forward(inputs))
+        self._outputs.append(results[: graph.num_outputs])
+        return results[graph.num_outputs :]
+
+    def _run_backward(self, number: int, saved: list[Any]) -> None:
+        """``saved``: what the call of this number saved, which is emptied."""
+        graph, call, tracker = self._graphs[number], self._calls[number], self._tracker
+        backward, num_saved = function_of(graph.backward(saved), self._note_kernel), len(saved)
+        tracker.thread = "autograd"
+        with torch.no_grad(), self._mode:
+            saved += self._tangents(number, graph)
+            given = [t for t in saved[num_saved:] if isinstance(t, torch.Tensor)]
+            held = [t for t in given if t.numel() == 1 or HOLDS_TANGENTS]  # a loss's the engine holds, see surroundings
+            del given  # and nobody else holds tangents: the code lets go of them when it has read them
+            inputs = [self._blank(like) for like in graph.inputs]
+            with tracker:
+                gradients = list(backward(saved))
+                for place, source in enumerate(call.sources(graph)):
+                    gradient, gradients[place] = gradients[place], None
+                    if (
+                        isinstance(gradient, torch.Tensor) and source not in self._gradients
+                    ):  # else it is added in place
+                        is_leaf = not isinstance(source, Source)
+                        self._gradients[source] = _laid_out_as(inputs[place], gradient) if is_leaf else gradient
+                    del gradient
+        del held
+
+    def _tangents(self, number: int, graph: LoweredGraph) -> list[Any]:
+        """Return gradients of a call's outputs: what later calls gave them, else what is made outside of the graphs."""
+        found = []
+        for like, place in zip(graph.tangents, graph.tangent_places(), strict=True):
+            tangent = self._gradients.pop(Source(number, place), None) if place is not None else None
+            if tangent is None or tangent.stride() != like.stride():
+                tangent = self._blank(like)
+                self._tracker.hold([tangent] if isinstance(tangent, torch.Tensor) else [])
+            found.append(tangent)
+        return found
 
     def _hold_present(self) -> None:
         self._tracker.hold_bytes(self._around.present)
@@ -151,19 +275,6 @@ class _Run:
             return 0
         cache_bytes = self._around.memory.weight("cuda", torch.cuda.get_device_properties().L2_cache_size)
         return self._trial_peak + cache_bytes + beside_bytes - sum(self._around.state)
-
-    def _donated(self) -> list[int]:
-        """Return the places of saved tensors that share no memory with inputs, outputs or gradients: AOTAutograd lets the
-        backward write over them."""
-        outputs = _vals(outputs_of(self._forward))
-        others = [
-            *_vals(_placeholders(self._forward)),
-            *outputs[: self._num_outputs],
-            *_vals(outputs_of(self._backward)),
-        ]
-        held = {storage_key(t) for t in others if isinstance(t, torch.Tensor)}
-        saved = outputs[self._num_outputs :]
-        return [i for i, t in enumerate(saved) if isinstance(t, torch.Tensor) and storage_key(t) not in held]
 
     def _blank(self, like: Any) -> Any:
         if not isinstance(like, torch.Tensor):
@@ -204,15 +315,6 @@ def _vals(nodes: Sequence[Any]) -> list[Any]:
     return [n.meta.get("val") if isinstance(n, fx.Node) else None for n in nodes]
 
 
-def _restride(backward: fx.GraphModule, saved: Sequence[Any]) -> list[fx.Node]:
-    """Give the backward's inputs the strides of the tensors that the forward saves; return its tangents."""
-    inputs = _placeholders(backward)
-    tangents = [n for n in inputs if is_tangent(n)]
-    given = [n for n in inputs if not is_tangent(n)]
-    assert len(given) == len(saved), "a value is saved that is no tensor"
-    assert inputs[len(given) :] == tangents
-    for node, tensor in zip(given, saved, strict=True):
-        like = node.meta.get("val")
-        if isinstance(like, torch.Tensor) and like.stride() != tensor.stride():
-            node.meta["val"] = like.as_strided(like.shape, tensor.stride())
-    return tangents
+def _alike(output: Any, tangent: Any) -> bool:
+    both = isinstance(output, torch.Tensor) and isinstance(tangent, torch.Tensor)
+    return both and output.shape == tangent.shape and output.dtype == tangent.dtype

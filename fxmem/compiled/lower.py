@@ -22,7 +22,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import ShortenTraceback, Unsupported, UserError
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._guards import CompileContext
+from torch._guards import CompileContext, TracingContext, tracing
 from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor import graph as inductor_graph
@@ -36,6 +36,7 @@ from fxmem.errors import CaptureError, FxMemError, first_lines
 from fxmem.op_facts.kinds import CompiledRole
 from fxmem.op_facts.lookup import with_role
 from fxmem.torch_patches.replacing import replaced, replaced_here
+from fxmem.torch_private import FakeTensor
 
 _LAID_OUT = with_role(CompiledRole, "laid out")
 Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.GraphModule, fx.GraphModule]]
@@ -46,11 +47,16 @@ class Partitioner(CustomPartitionerFn):
     """Our partitioner as Inductor asks for one."""
 
     def __init__(self, partition: Partition) -> None:
-        self._partition = partition
+        self._partition: Partition | None = partition
+
+    def leave(self) -> None:
+        """Let go of the function: Inductor keeps its settings with what it compiled."""
+        self._partition = None
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        assert self._partition is not None
         return self._partition(gm, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices"))
 
     def uuid(self) -> str:
@@ -69,8 +75,12 @@ def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Par
     laid out (:func:`set_layouts`) for what is compiled after it, the backward included, which is compiled at once.
     """
     now = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
+    partitioner = Partitioner(partition)
     with now, layouts(inductor_config.layout_optimization):
-        made = compile_fx(graph_module, inputs, config_patches={"custom_partitioner_fn": Partitioner(partition)})
+        try:
+            made = compile_fx(graph_module, inputs, config_patches={"custom_partitioner_fn": partitioner})
+        finally:
+            partitioner.leave()
     return made  # type: ignore[return-value]
 
 
@@ -130,6 +140,12 @@ def compilation_now() -> tuple[object, object]:
     return (None, None) if current is None else (current.frame_id, current.frame_compile_id)
 
 
+def breaks_off(graph_module: fx.GraphModule) -> bool:
+    """True if a graph from Dynamo ends because it breaks: more of the function follows."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
 BREAKS = (Unsupported, UserError)
 """What Dynamo raises where a model is not one graph."""
 
@@ -147,7 +163,8 @@ def whole_graphs() -> Iterator[None]:
     except BREAKS as error:
         raise CaptureError(
             f"torch.compile cannot follow the model in one graph, which a budget needs: {first_lines(error)}. "
-            'Train it with backend="eager", the default, or keep what breaks the graph out of its forward'
+            'Train it with backend="eager", the default, or by torch.compile(model, backend=fxmem.backend(...)), which '
+            "plans several graphs once a step has shown them; or keep what breaks the graph out of its forward"
         ) from error
 
 
@@ -212,9 +229,17 @@ def _lowered(graph_module: fx.GraphModule, num_visible: int | None, num_fixed: i
     ]
     inputs = [n.meta["val"] for n in graph_module.graph.find_nodes(op="placeholder")]
     wrappers: list[Wrapper] = []
-    with _codes_kept(wrappers):
+    with _codes_kept(wrappers), _own_context(inputs):
         compile_fx_inner(graph_module, inputs, static_input_idxs=tuple(range(num_fixed)), is_backward=is_backward)
     return wrappers[-1]
+
+
+def _own_context(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[object]:
+    """Where another graph is being compiled, whose fakes are of another mode, have Inductor know the mode of these."""
+    mode = next((t.fake_mode for t in inputs if isinstance(t, FakeTensor)), None)
+    current = TracingContext.try_get()
+    is_own = current is None or mode is None or current.fake_mode is mode
+    return contextlib.nullcontext() if is_own else tracing(TracingContext(mode))
 
 
 @contextlib.contextmanager

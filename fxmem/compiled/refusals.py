@@ -48,16 +48,15 @@ def check_inputs(inputs: Sequence[Any]) -> None:
 
 
 def check_one_graph(now: tuple[object, object], before: tuple[object, object] | None) -> None:
-    """Errors: ``InputError`` if the step has a second training graph: each would be planned as if it were alone.
+    """Errors: ``InputError`` if one compilation makes several training graphs: each would be planned as if it were alone.
 
-    ``now``, ``before``: what :func:`fxmem.compiled.lower.compilation_now` told of this graph and the one before. A graph
-    break shows as other code, a graph that DistributedDataParallel cuts up as the same compilation once more.
+    ``now``, ``before``: what :func:`fxmem.compiled.lower.compilation_now` told of this graph and the one before; a graph
+    that DistributedDataParallel cuts up shows as the same compilation once more.
     """
-    if before is not None and (now[0] != before[0] or now == before):
+    if before is not None and now == before:
         raise InputError(
-            "the step is in several compiled graphs (a graph break, DistributedDataParallel's buckets, or two compiled "
-            "models with one backend), and a budget is over one. torch.compile(..., fullgraph=True) shows where the model "
-            "breaks; with DDP set torch._dynamo.config.optimize_ddp = False; give each model a backend of its own"
+            "one graph is cut up into several (DistributedDataParallel's buckets), which are compiled before any of them "
+            "is called, so that no budget can be over all; set torch._dynamo.config.optimize_ddp = False"
         )
 
 

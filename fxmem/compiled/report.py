@@ -37,16 +37,20 @@ class CompiledReport(PlainData):
     """Whether convolutions are laid out as they are: Inductor's copies of their weights, channels last, are spared."""
     most_bytes: int = 0
     """On CUDA, the most that a step takes, the first included, in which Inductor tries kernels; within the budget too."""
+    num_calls: int = 1
+    """Of compiled graphs in one step, whose peak is told for all of them together."""
 
     def __str__(self) -> str:
         most = f", up to {in_units(self.most_bytes)} while kernels are tried" if self.most_bytes else ""
         budget = "no budget" if self.budget_bytes is None else f"budget {in_units(self.budget_bytes)}"
+        several = self.num_calls > 1
         return (
             f"compiled step: peak {in_units(self.predicted_peak_bytes)}{most} ({budget}; keeping all "
             f"{in_units(self.keep_all_peak_bytes)}; parameters, batch and optimizer {in_units(self.fixed_bytes)}), "
             f"{self.num_recomputed} of {self.num_kernels} kernels run again, time {self.overhead_ratio:+.1%} "
             f"(estimate); planned in {self.plan_seconds:.1f} s, {self.num_lowered} plans lowered"
             + ("; weights of convolutions are not copied to channels last" if self.layouts_left else "")
+            + (f"; {self.num_calls} calls of compiled graphs, what runs between them not counted" if several else "")
         )
 
 

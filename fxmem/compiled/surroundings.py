@@ -7,7 +7,8 @@ The step is that of NOTE [The training step] in :mod:`fxmem.profiling.training_s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,11 +46,24 @@ class Surroundings:
     memory: DeviceMemory = EVERYWHERE
     now: AllocatorState | None = None
     """Of the device's allocator, as the step finds it."""
+    there: tuple[weakref.ref[torch.Tensor], ...] = field(default=(), repr=False)
+    """The tensors that ``present`` weighs, while anybody holds them."""
+    parameters: tuple[weakref.ref[torch.Tensor], ...] = field(default=(), repr=False)
+    others: tuple[int, ...] = ()
+    """Bytes of the gradients of parameters that the optimizer given has beside those."""
+
+    def with_others(self) -> Surroundings:
+        """Return the same where these gradients are there for the whole step, as what computes them is not known."""
+        return replace(self, present=(*self.present, *self.others), others=())
 
     @property
     def fixed_bytes(self) -> int:
         """There for the whole step."""
         return sum(self.present) + sum(self.state)
+
+    def storages_there(self) -> set[int]:
+        """Return the storages that ``present`` weighs and somebody still holds."""
+        return {storage_key(t) for t in _alive(self.there)}
 
     @property
     def loss_peak_bytes(self) -> int:
@@ -74,16 +88,56 @@ def surroundings_of(
     """Return what is around a graph that holds its loss. ``tensors``: all that is there before the step."""
     there = tuple({storage_key(t): t for t in (*tensors, *parameters)}.values())
     memory = DeviceMemory.of(t.device for t in there)
-    learning = [p for p in parameters if p.requires_grad]
-    present = [_weight(t, memory) for t in there]
-    if step.accumulate:
-        present += (memory.weight(p.device.type, p.nbytes) for p in learning)
     now = None if memory.model is None else allocator_before(step, there, parameters)
-    around = Surroundings(tuple(filter(None, present)), memory=memory, now=now)
-    return _with_optimizer(around, step, parameters) if learning else around
+    refs = tuple(map(weakref.ref, there)), tuple(map(weakref.ref, parameters))
+    present = tuple(weight_of(t, memory) for t in there)
+    return _with_parameters(Surroundings(present, (), (), (), (), {}, memory, now, *refs), step, parameters)
 
 
-def _weight(tensor: torch.Tensor, memory: DeviceMemory) -> int:
+def joined(
+    arounds: Sequence[Surroundings],
+    inputs: Mapping[int, int],
+    parameters: Iterable[torch.Tensor],
+    made: Container[int],
+    step: TrainingStep,
+) -> Surroundings:
+    """Return what is around several graphs in one step: what is around one of them, each tensor once.
+
+    ``inputs``: bytes by storage of what they are called with, of which some are ``parameters``; ``made``: storages that the
+    graphs themselves make.
+    """
+    first, memory = arounds[0], arounds[0].memory
+    there = {storage_key(t): weight_of(t, memory) for each in arounds for t in _alive(each.there)}
+    known = [p for each in arounds for p in _alive(each.parameters)]
+    present = tuple(nbytes for key, nbytes in {**there, **inputs}.items() if key not in made)
+    every = tuple({id(p): p for p in (*known, *parameters)}.values())
+    return _with_parameters(replace(first, present=present, state=(), optimizer=()), step, every)
+
+
+def _with_parameters(around: Surroundings, step: TrainingStep, parameters: Sequence[torch.Tensor]) -> Surroundings:
+    """Return ``around``, in which ``parameters`` are present, with what is there for them, and for those that the optimizer
+    given has beside."""
+    seen = {id(p) for p in parameters}
+    groups = step.optimizer.param_groups if isinstance(step.optimizer, torch.optim.Optimizer) else []
+    others = [p for group in groups for p in group["params"] if id(p) not in seen]
+    weights = [weight_of(p, around.memory) for p in others]
+    weights += (_gradient_bytes(p, around.memory) for p in parameters if step.accumulate)
+    gradients = (_gradient_bytes(p, around.memory) for p in others)
+    present = tuple(filter(None, (*around.present, *weights)))
+    around = replace(around, present=present, others=tuple(filter(None, gradients)))
+    every = (*parameters, *others)
+    return _with_optimizer(around, step, every) if any(p.requires_grad for p in every) else around
+
+
+def _gradient_bytes(parameter: torch.Tensor, memory: DeviceMemory) -> int:
+    return memory.weight(device_behind(parameter).type, parameter.nbytes) if parameter.requires_grad else 0
+
+
+def _alive(refs: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
+    return [tensor for ref in refs if (tensor := ref()) is not None]
+
+
+def weight_of(tensor: torch.Tensor, memory: DeviceMemory) -> int:
     return memory.weight(device_behind(tensor).type, tensor.untyped_storage().nbytes())
 
 
@@ -105,7 +159,9 @@ def _with_optimizer(around: Surroundings, step: TrainingStep, parameters: Sequen
         with tracker.noting() as stepped, tracker:
             optimizer.step()
     nbytes = tuple(nbytes for kind, _, nbytes in state if kind == "alloc" and nbytes)
-    return replace(around, state=nbytes, optimizer=_of_blocks(stepped), libraries=dict(tracker.workspaces))
+    return replace(
+        around, state=nbytes, optimizer=_of_blocks(stepped), libraries={**around.libraries, **tracker.workspaces}
+    )
 
 
 def _of_blocks(events: Sequence[Allocation]) -> tuple[Allocation, ...]:
@@ -133,9 +189,9 @@ def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surround
     given = {storage_key(t): t for t in targets if isinstance(t, torch.Tensor)}.values()
     return replace(
         around,
-        present=(*around.present, *filter(None, (_weight(t, around.memory) for t in given))),
+        present=(*around.present, *filter(None, (weight_of(t, around.memory) for t in given))),
         loss=_of_blocks((*noted, *freed)),
-        loss_left=() if storage_key(loss) in given_by_model else (_weight(loss, around.memory),),
+        loss_left=() if storage_key(loss) in given_by_model else (weight_of(loss, around.memory),),
         libraries={**around.libraries, **tracker.workspaces},
     )
 

@@ -18,19 +18,15 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks and a head; ``breaks``: with a graph break between them."""
+    """Blocks and a head."""
 
-    def __init__(self, width: int = 32, *, blocks: int = 1, breaks: bool = False) -> None:
+    def __init__(self, width: int = 32, *, blocks: int = 1) -> None:
         super().__init__()
         self.first = nn.Sequential(*(Block(width) for _ in range(blocks)))
         self.head = nn.Linear(width, 10)
-        self.breaks = breaks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return self.head(x)
+        return self.head(self.first(x))
 
 
 OPTIONS = {"cost": "cpu", "plan_seconds": 2.0, "backend": "inductor"}

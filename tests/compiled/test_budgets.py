@@ -15,11 +15,11 @@ import fxmem
 from benchmarks.measure import allocator_rise_bytes
 from fxmem.api.arguments import settings_of
 from fxmem.compiled import choice
-from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.graph_planner import GraphPlanner
 from fxmem.compiled.joint import is_tangent
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.surroundings import Surroundings
+from fxmem.ir import Plan
 from tests.compiled.interpreted import results_of, values_for
 from tests.compiled.random_functions import inputs, random_function
 from tests.compiled.seat import in_the_seat
@@ -35,11 +35,11 @@ def _compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-Planned = tuple[Partitioned, CompiledReport]
+Planned = tuple[Plan, CompiledReport]
 
 
 def plans_within(planner: GraphPlanner, budgets: list[int]) -> list[Planned]:
-    """Return forward, backward and report of each budget, falling, after those of none.
+    """Return plan and report of each budget, falling, after those of none.
 
     A budget that no plan fits is replaced by the least that was reached.
     """
@@ -49,7 +49,7 @@ def plans_within(planner: GraphPlanner, budgets: list[int]) -> list[Planned]:
             found.append(planner.within(budget))
         except fxmem.InfeasibleBudgetError as error:
             found.append(planner.within(error.least_bytes))
-    return found
+    return [(taken.point.plan, report) for taken, report in found]
 
 
 def check_plans(planner: GraphPlanner, plans: list[Planned]) -> None:
@@ -62,7 +62,7 @@ def check_plans(planner: GraphPlanner, plans: list[Planned]) -> None:
     seconds = [report.overhead_seconds for report in reports]
     assert seconds == sorted(seconds)
     values = values_for([n for n in joint.inputs if not is_tangent(n)])
-    expected, *found = (results_of(parts, joint.num_outputs, values) for parts, _ in plans)
+    expected, *found = (results_of(planner.parts(plan), joint.num_outputs, values) for plan, _ in plans)
     for report, tensors in zip(reports[1:], found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True)), report
 

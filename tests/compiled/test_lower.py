@@ -126,9 +126,11 @@ def test_settings_are_read_where_torch_keeps_them() -> None:
 
 def test_frames_tell_a_graph_break_from_another_size() -> None:
     frames: list[Any] = []
+    breaks: list[bool] = []
 
     def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
         frames.append(lower.compilation_now())
+        breaks.append(lower.breaks_off(graph_module))
         return graph_module.forward
 
     def whole(x: torch.Tensor) -> torch.Tensor:
@@ -146,6 +148,24 @@ def test_frames_tell_a_graph_break_from_another_size() -> None:
     assert frames[0] != frames[1]
     torch.compile(broken, backend=backend)(torch.ones(2))
     assert len({frame for frame, _ in frames[2:]}) == 2
+    assert breaks == [False, False, True, False]
+
+
+def test_a_graph_is_lowered_while_another_one_is_compiled() -> None:
+    """Their fakes are of two modes, and Inductor goes by the one that is being traced."""
+    forwards: list[tuple[fx.GraphModule, int]] = []
+    sources: list[str] = []
+
+    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
+        forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs)
+        forwards.append((forward, num_outputs))
+        source = lower.lowered_forward(*forwards[0]).source
+        sources.append(re.sub(r"# AOT ID.*\n", "", source))
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        in_the_seat(look, lambda x: x.sin().exp().sum(), torch.ones(4, requires_grad=True))
+    assert sources[0] == sources[1]
 
 
 def test_our_errors_pass_through_dynamo() -> None:

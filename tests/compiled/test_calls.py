@@ -1,0 +1,187 @@
+"""Steps of several calls of compiled graphs: one budget over all of them, and the numbers of the same compiler."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import fxmem
+from benchmarks.measure import allocator_rise_bytes
+from fxmem.compiled.step_planner import path
+from fxmem.ir import FrontierPoint, Plan
+from tests.compiled.models import Block
+
+WIDTH, ROWS = 64, 256
+OPTIONS: dict[str, Any] = {"cost": "cpu", "plan_seconds": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Breaking(nn.Module):
+    """Two halves with a graph break between them; returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        torch._dynamo.graph_break()
+        x = self.blocks[3](self.blocks[2](x))
+        return F.cross_entropy(self.head(x), y)
+
+
+class Looping(Breaking):
+    """A graph break in a loop: Dynamo compiles one block, and calls it for each; the rest runs eager."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(x), y)
+
+
+class Case:
+    """A step of several calls: ``loss`` computes it, given a backend's name and a budget."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        self.x, self.y = torch.randn(ROWS, WIDTH), torch.randint(10, (ROWS,))
+        self.other = torch.randn(ROWS, WIDTH)
+        self.kind = kind
+        kinds: dict[str, Callable[[], nn.Module]] = {"breaks": Breaking, "loops": Looping}
+        self.model = kinds.get(kind, lambda: nn.Sequential(Block(WIDTH), Block(WIDTH)))()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def compiled(self, budget: int | None) -> tuple[Callable[[], torch.Tensor], Any]:
+        """Return the loss of a step, and what has its reports."""
+        torch._dynamo.reset()
+        options = {**OPTIONS, "budget": budget, "optimizer": self.optimizer}
+        if self.kind == "two forwards":
+            both = fxmem.optimize(
+                self.model, backend="inductor", loss_fn=lambda output: output.square().mean(), **options
+            )
+            return lambda: (both(self.x) - both(self.other)).square().mean(), both.fxmem
+        backend = fxmem.backend(**options)
+        model = torch.compile(self.model, backend=backend, dynamic=False)
+        return lambda: model(self.x, self.y), backend
+
+    def step(self, loss: Callable[[], torch.Tensor]) -> None:
+        loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        return list(torch.autograd.grad(loss(), list(self.model.parameters())))
+
+    def measured_bytes(self, loss: Callable[[], torch.Tensor]) -> int:
+        """Return the peak of a step by the CPU allocator's events, with what is there before it."""
+        gc.collect()
+        state = [t for each in self.optimizer.state.values() for t in each.values()]
+        batch = (self.x, self.other) if self.kind == "two forwards" else (self.x, self.y)
+        here = sum(t.nbytes for t in (*self.model.parameters(), *batch, *state))
+        return here + allocator_rise_bytes(lambda: self.step(loss))
+
+
+def check_budgets(kind: str, shares: list[float], uncounted_bytes: int = 0) -> None:
+    """``shares``: budgets between the least that the whole step takes and what it takes with nothing recomputed."""
+    case = Case(kind)
+    initial = {name: value.clone() for name, value in case.model.state_dict().items()}
+    expected: list[torch.Tensor] = []
+    most = least = 0
+    for share in (None, *sorted(shares, reverse=True)):
+        budget = None if share is None else int(least + share * (most - least))
+        loss, told = case.compiled(budget)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "[0-9]+ calls of compiled graphs before one backward")
+            for _ in range(2):
+                case.step(loss)
+        report = told.reports[-1]
+        assert report.num_calls > 1
+        assert case.measured_bytes(loss) == report.predicted_peak_bytes + uncounted_bytes
+        assert budget is None or report.predicted_peak_bytes <= budget
+        case.model.load_state_dict(initial)
+        found = case.gradients(loss)
+        expected = expected or found
+        assert all(map(torch.equal, expected, found))
+        most = most or report.predicted_peak_bytes
+        least = least or report.fixed_bytes + (most - report.fixed_bytes) // 2
+    assert report.num_recomputed > 0
+
+
+@pytest.mark.slow
+def test_graphs_of_a_step_that_breaks_share_one_budget() -> None:
+    check_budgets("breaks", [0.2])
+
+
+@pytest.mark.slow
+def test_two_forwards_before_one_backward_share_one_budget() -> None:
+    check_budgets("two forwards", [0.3])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["breaks", "loops", "two forwards"])
+def test_random_budgets_of_steps_of_several_calls(kind: str) -> None:
+    draw = random.Random(kind)
+    uncounted = ROWS * 8 + 8 if kind == "loops" else 0  # the labels and the loss, of a loss that nothing compiles
+    check_budgets(kind, [draw.uniform(0.3, 1.0) for _ in range(10)], uncounted)
+
+
+@pytest.mark.slow
+def test_a_budget_that_no_plans_of_a_step_fit_is_refused_with_what_was_seen_of_it() -> None:
+    case = Case("breaks")
+    loss, _ = case.compiled(2_000_000)
+    with pytest.raises(fxmem.InfeasibleBudgetError, match="first call, which more may follow") as caught:
+        loss()
+    loss, _ = case.compiled(caught.value.least_bytes)
+    with pytest.raises(fxmem.InfeasibleBudgetError, match="first 2 calls, which more may follow"):
+        loss()
+
+
+@pytest.mark.slow
+def test_nothing_stays_of_a_backend_and_a_model_that_nobody_holds() -> None:
+    case = Case("two forwards")
+    loss, told = case.compiled(None)
+    case.step(loss), case.step(loss)
+    alive = [weakref.ref(told._backend), weakref.ref(case.model[0].up.weight)]
+    del case, loss, told
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+peaks = st.lists(st.integers(1, 1000), min_size=1, max_size=8, unique=True)
+
+
+@given(st.lists(peaks, min_size=1, max_size=4))
+def test_the_path_of_a_step_goes_from_keeping_all_to_the_deepest_and_costs_ever_more(drawn: list[list[int]]) -> None:
+    frontiers = [
+        tuple(FrontierPoint(Plan("test", ()), peak, float(i * i)) for i, peak in enumerate(sorted(each, reverse=True)))
+        for each in drawn
+    ]
+    found = list(path(frontiers))
+    assert found[0].places == (0,) * len(frontiers)
+    assert found[-1].places == tuple(len(points) - 1 for points in frontiers)
+    for before, after in pairwise(found):
+        assert sum(a != b for a, b in zip(before.places, after.places, strict=True)) == 1
+        assert after.recompute_seconds >= before.recompute_seconds
+    seconds = [sum(points[i].recompute_seconds for points, i in zip(frontiers, c.places, strict=True)) for c in found]
+    assert [c.recompute_seconds for c in found] == pytest.approx(seconds)
