@@ -172,7 +172,7 @@ class JointSteps:
                 self._recording = self._recorded(leaves, arguments)
         program = self._program(leaves)
         self._tell()
-        if program is None or not all(map(_lies_as, arguments, program.layouts)):
+        if program is None or not program.is_for(arguments):
             return self._run(self.graph_module, leaves)
         call = ProgramCall(self, leaves, arguments, program)
         if self._regions is not None:
@@ -364,10 +364,6 @@ def _refusal_of(outputs: Sequence[Any], arguments: Sequence[torch.Tensor]) -> st
     if not set(keys).isdisjoint(map(storage_key, arguments)):
         return "it returns what lies on an input"
     return "" if any(o.requires_grad for o in tensors) else "nothing that it returns requires grad"
-
-
-def _lies_as(tensor: torch.Tensor, layout: tuple[tuple[int, ...], int]) -> bool:
-    return tensor.stride() == layout[0] and tensor.storage_offset() == layout[1]
 
 
 def _over(call: ProgramCall) -> Callable[[], bool]:

@@ -44,8 +44,10 @@ class Program:
     source: str
     tangents: tuple[View | None, ...]
     """By output leaf: how its gradient lies, None where there is none."""
-    layouts: tuple[tuple[tuple[int, ...], int], ...]
-    """By argument: its strides, and its offset in its storage."""
+    strides: tuple[tuple[int, ...], ...]
+    """By argument."""
+    offsets: tuple[int, ...]
+    """By argument: its own in its storage."""
     checked: tuple[int, ...]
     """Arguments that the backward reads: they must be as the forward left them."""
     shared: tuple[int, ...]
@@ -63,6 +65,11 @@ class Program:
     """Without elements, on the device where the backward begins."""
     excess_bytes: int
     """What it takes at its peak above that of the tape."""
+
+    def is_for(self, arguments: Sequence[torch.Tensor]) -> bool:
+        """Whether these lie as those that it was written for. Asked in every step: nothing of Python runs for each."""
+        strides, offsets = map(torch.Tensor.stride, arguments), map(torch.Tensor.storage_offset, arguments)
+        return tuple(strides) == self.strides and tuple(offsets) == self.offsets
 
     def on_others(self, stands_for: Callable[[Any], Any]) -> Program:
         """Return the program with what stands for its constants in their place."""
@@ -126,7 +133,8 @@ class _Writer:
             self.scope["backward"],
             source,
             tuple(None if v is None else recording.views[v] for v in recording.tangents),
-            tuple((recording.views[v].stride, recording.views[v].offset) for v in recording.arguments),
+            tuple(tuple(recording.views[v].stride) for v in recording.arguments),
+            tuple(recording.views[v].offset for v in recording.arguments),
             tuple(i for i, v in enumerate(recording.arguments) if recording.views[v].storage in on_storage),
             tuple(i for i, v in outputs if recording.views[v].storage in on_storage),
             tuple(i for i, _ in outputs if not recording.differentiable[i]),
