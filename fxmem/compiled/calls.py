@@ -92,7 +92,13 @@ class Inputs(NamedTuple):
         storage may be another tensor's now."""
         named = {s: s if s in there else next(_NUMBERS) for s in self.sources if not isinstance(s, Source)}
         sources = tuple(s if isinstance(s, Source) else named[s] for s in self.sources)
-        return Inputs(sources, {named[s]: nbytes for s, nbytes in self.nbytes.items()}, self.parameters)
+        return self._replace(sources=sources, nbytes={named[s]: nbytes for s, nbytes in self.nbytes.items()})
+
+    def after(self, places: Mapping[int, int]) -> Inputs:
+        """Return the same where of the calls before only those at ``places`` still are in the step, by their new place."""
+        sources = (s if not isinstance(s, Source) or s.call in places else next(_NUMBERS) for s in self.sources)
+        moved = (s._replace(call=places[s.call]) if isinstance(s, Source) else s for s in sources)
+        return self._replace(sources=tuple(moved))
 
 
 @dataclass(slots=True, eq=False)
@@ -194,9 +200,14 @@ class Calls:
 
     def _begun(self) -> list[Call]:
         """Return the calls that the next one continues; where there are none, plan for the step that was seen."""
-        pending = [call for call in self._step if call.is_pending]
-        if len(pending) < len(self._step):
+        step = self._step
+        pending = [call for call in step if call.is_pending]
+        if len(pending) < len(step):
             self._plan_step()
+            if pending:  # what is left of it begins another step
+                places = {step.index(call): place for place, call in enumerate(pending)}
+                for call, inputs in zip(step, self._inputs_of(step), strict=True):
+                    call.inputs = inputs.after(places)
             self._step = pending
         return pending
 
@@ -265,9 +276,7 @@ class Calls:
     def _planner_of(self, calls: Sequence[Call]) -> StepPlanner:
         graphs = tuple(call.graph.planned for call in calls if call.graph.planned is not None)
         arounds = [graph.planner.around for graph in graphs]
-        there = frozenset[int]().union(*(around.storages_there() for around in arounds))
-        key = tuple(call.graph for call in calls)
-        inputs = [call.inputs or self._noted[key[: i + 1]].later(there) for i, call in enumerate(calls)]
+        inputs = self._inputs_of(calls)
         made = {s for call, each in zip(calls, inputs, strict=True) for s in call.made if s not in each.nbytes}
         nbytes = {s: weight for each in inputs for s, weight in each.nbytes.items()}
         parameters = [p for each in inputs for ref in each.parameters if (p := ref()) is not None]
@@ -276,6 +285,12 @@ class Calls:
         return StepPlanner(
             graphs, tuple(GraphCall(each.sources, s) for each, s in zip(inputs, stay, strict=True)), around
         )
+
+    def _inputs_of(self, calls: Sequence[Call]) -> list[Inputs]:
+        graphs = [call.graph.planned for call in calls if call.graph.planned is not None]
+        there = frozenset[int]().union(*(graph.planner.around.storages_there() for graph in graphs))
+        key = tuple(call.graph for call in calls)
+        return [call.inputs or self._noted[key[: i + 1]].later(there) for i, call in enumerate(calls)]
 
 
 _NUMBERS = itertools.count(-1, -1)

@@ -147,6 +147,26 @@ def test_random_budgets_of_steps_of_several_calls(kind: str) -> None:
 
 
 @pytest.mark.slow
+def test_calls_whose_backwards_come_in_turns_are_one_step_as_long_as_they_wait() -> None:
+    """The first of two chained calls is over while the second waits; random states are those of a training as it is."""
+    torch.manual_seed(0)
+    one, other, x = Block(WIDTH), Block(WIDTH), torch.randn(ROWS, WIDTH)
+    backend = fxmem.backend(budget="8MB", optimizer=None, **OPTIONS)
+    first, second = (torch.compile(each, backend=backend, dynamic=False) for each in (one, other))
+    states = []
+    for _ in range(3):
+        torch.manual_seed(2)
+        made = first(x)
+        waiting = second(made.detach())
+        made.sum().backward()
+        joined = second(first(x)) + waiting
+        joined.sum().backward()
+        states.append(torch.get_rng_state())
+    assert [report.num_calls for report in backend.reports] == [1, 2, 3]
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
+@pytest.mark.slow
 def test_a_budget_that_no_plans_of_a_step_fit_is_refused_with_what_was_seen_of_it() -> None:
     case = Case("breaks")
     loss, _ = case.compiled(2_000_000)
