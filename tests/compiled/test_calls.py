@@ -37,20 +37,24 @@ def _compiled_anew() -> Iterator[None]:
 class Breaking(nn.Module):
     """Two halves with a graph break between them; returns its loss."""
 
+    num_blocks = 2
+
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(self.num_blocks))
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[1](self.blocks[0](x))
+        x = self.blocks[0](x)
         torch._dynamo.graph_break()
-        x = self.blocks[3](self.blocks[2](x))
+        x = self.blocks[1](x)
         return F.cross_entropy(self.head(x), y)
 
 
 class Looping(Breaking):
     """A graph break in a loop: Dynamo compiles one block, and calls it for each; the rest runs eager."""
+
+    num_blocks = 4
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -103,7 +107,7 @@ class Case:
 
 
 def check_budgets(kind: str, shares: list[float], uncounted_bytes: int = 0) -> None:
-    """``shares``: budgets between the least that the whole step takes and what it takes with nothing recomputed."""
+    """``shares``: of what the step takes with nothing recomputed above seven tenths of its rise, about what plans reach."""
     case = Case(kind)
     initial = {name: value.clone() for name, value in case.model.state_dict().items()}
     expected: list[torch.Tensor] = []
@@ -124,18 +128,18 @@ def check_budgets(kind: str, shares: list[float], uncounted_bytes: int = 0) -> N
         expected = expected or found
         assert all(map(torch.equal, expected, found))
         most = most or report.predicted_peak_bytes
-        least = least or report.fixed_bytes + (most - report.fixed_bytes) // 2
+        least = least or report.fixed_bytes + 7 * (most - report.fixed_bytes) // 10
     assert report.num_recomputed > 0
 
 
 @pytest.mark.slow
 def test_graphs_of_a_step_that_breaks_share_one_budget() -> None:
-    check_budgets("breaks", [0.2])
+    check_budgets("breaks", [0.3])
 
 
 @pytest.mark.slow
 def test_two_forwards_before_one_backward_share_one_budget() -> None:
-    check_budgets("two forwards", [0.3])
+    check_budgets("two forwards", [0.1])
 
 
 @pytest.mark.exhaustive
@@ -143,7 +147,7 @@ def test_two_forwards_before_one_backward_share_one_budget() -> None:
 def test_random_budgets_of_steps_of_several_calls(kind: str) -> None:
     draw = random.Random(kind)
     uncounted = ROWS * 8 + 8 if kind == "loops" else 0  # the labels and the loss, of a loss that nothing compiles
-    check_budgets(kind, [draw.uniform(0.3, 1.0) for _ in range(10)], uncounted)
+    check_budgets(kind, [draw.uniform(0.2, 1.0) for _ in range(10)], uncounted)
 
 
 @pytest.mark.slow
@@ -169,7 +173,7 @@ def test_calls_whose_backwards_come_in_turns_are_one_step_as_long_as_they_wait()
 @pytest.mark.slow
 def test_a_budget_that_no_plans_of_a_step_fit_is_refused_with_what_was_seen_of_it() -> None:
     case = Case("breaks")
-    loss, _ = case.compiled(2_000_000)
+    loss, _ = case.compiled(1_000_000)
     with pytest.raises(fxmem.InfeasibleBudgetError, match="first call, which more may follow") as caught:
         loss()
     loss, _ = case.compiled(caught.value.least_bytes)
