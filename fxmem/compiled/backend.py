@@ -81,18 +81,19 @@ class Backend:
     ) -> Partitioned:
         if graph.planned is None:
             self._check_compilation()
-        around = self._around([t for t in inputs if isinstance(t, torch.Tensor)])
-        planner = GraphPlanner.of(joint, num_outputs, static, around, self.settings)
-        if self.only_plan is not None:
-            self.only_plan(planner)
-            raise Planned
-        if graph.planned is None:
+            around = self._around([t for t in inputs if isinstance(t, torch.Tensor)])
+            planner = GraphPlanner.of(joint, num_outputs, static, around, self.settings)
+            if self.only_plan is not None:
+                self.only_plan(planner)
+                raise Planned
             graph.planned = PlannedGraph(planner)
             graph.wanted = self._calls.first_variant(graph, inputs)
+        else:
+            planner = graph.planned.planner.again(joint, static)
         assert graph.wanted is not None
         if graph.wanted.layouts_left:
             set_layouts(optimized=False)
-        return planner.parts(graph.planned.planner.candidates.points[graph.wanted.place].plan)
+        return planner.parts(planner.candidates.points[graph.wanted.place].plan)
 
     def _check_compilation(self) -> None:
         compilation = compilation_now()

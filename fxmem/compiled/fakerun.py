@@ -228,11 +228,10 @@ class _Run:
                 gradients = list(backward(saved))
                 for place, source in enumerate(call.sources(graph)):
                     gradient, gradients[place] = gradients[place], None
-                    if (
-                        isinstance(gradient, torch.Tensor) and source not in self._gradients
-                    ):  # else it is added in place
-                        is_leaf = not isinstance(source, Source)
-                        self._gradients[source] = _laid_out_as(inputs[place], gradient) if is_leaf else gradient
+                    is_first = source not in self._gradients  # a further one is added in place
+                    if isinstance(gradient, torch.Tensor) and is_first:
+                        of_call = isinstance(source, Source)
+                        self._gradients[source] = gradient if of_call else _laid_out_as(inputs[place], gradient)
                     del gradient
         del held
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -75,13 +75,20 @@ class GraphPlanner:
             _KNOWN[key] = candidates, Candidates(candidates.points) if lays_out(joint) else None
         return GraphPlanner(kernels, profile, around, hardware, static, *_KNOWN[key], start)
 
+    def again(self, joint: fx.GraphModule, static: Sequence[int] | None) -> GraphPlanner:
+        """Return the same for the same graph, traced once more: its plans, written into the new nodes."""
+        kernels = Kernels.of(JointGraph.of(without_duplicates(joint), self.kernels.joint.num_outputs))
+        assert len(kernels.values) == len(self.kernels.values), "the graph is another one when traced again"
+        return replace(self, kernels=kernels, static_inputs=static)
+
     @property
     def choices(self) -> Choices[FrontierPoint]:
         return Choices(self.candidates, self.as_laid_out, self._run)
 
     def within(self, budget_bytes: int | None, where: str = STEP) -> tuple[Taken[FrontierPoint], CompiledReport]:
         """Return the cheapest plan that fits where a step is one call of the graph. Errors: ``InfeasibleBudgetError``."""
-        known, choices = self.choices.num_lowered, self.choices
+        choices = self.choices
+        known = choices.num_lowered
         taken = taken_within(budget_bytes, choices, self.around, where)
         report = report_of(
             taken,

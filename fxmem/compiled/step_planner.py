@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from fxmem.compiled.choice import Candidates, Choices, Taken
+from fxmem.compiled.choice import Candidates, Choices
 from fxmem.compiled.fakerun import GraphCall, LoweredGraph, StepRun, run_step
 from fxmem.compiled.graph_planner import GraphPlanner, report_of, taken_within
 from fxmem.compiled.report import CompiledReport
@@ -88,7 +88,7 @@ class StepPlanner:
         )
         return self._variants(taken.point.places, taken.layouts_left), report
 
-    def last_within(self, before: Sequence[Variant], budget_bytes: int | None) -> Variant | None:
+    def last_within(self, before: Sequence[Variant], budget_bytes: int) -> Variant | None:
         """Return the cheapest way to compile the last call's graph that keeps the budget, given those before it; None if
         none does."""
         places = tuple(variant.place for variant in before)
@@ -96,9 +96,7 @@ class StepPlanner:
         combinations = tuple(
             Combination((*places, place), point.recompute_seconds) for place, point in enumerate(points)
         )
-        taken: Taken[Combination] | None = self._choices(combinations, before).cheapest_within(
-            budget_bytes or float("inf")
-        )
+        taken = self._choices(combinations, before).cheapest_within(budget_bytes)
         return None if taken is None else self.graphs[-1].variant(taken.place, taken.layouts_left)
 
     def peak_bytes(self, variants: Sequence[Variant]) -> int:

@@ -37,6 +37,8 @@ class Surroundings:
     """The same of the optimizer's state."""
     loss: tuple[Allocation, ...] = ()
     """Of a loss outside of the graph and its backward, above the forward's outputs, until their gradients are there."""
+    targets: tuple[int, ...] = ()
+    """Bytes of what that loss is given beside the output, which are in ``present`` too."""
     loss_left: tuple[int, ...] = ()
     """Bytes of what of these is referred to until the step is over: the loss itself."""
     optimizer: tuple[Allocation, ...] = ()
@@ -91,7 +93,8 @@ def surroundings_of(
     now = None if memory.model is None else allocator_before(step, there, parameters)
     refs = tuple(map(weakref.ref, there)), tuple(map(weakref.ref, parameters))
     present = tuple(weight_of(t, memory) for t in there)
-    return _with_parameters(Surroundings(present, (), (), (), (), {}, memory, now, *refs), step, parameters)
+    around = Surroundings(present, memory=memory, now=now, there=refs[0], parameters=refs[1])
+    return _with_parameters(around, step, parameters)
 
 
 def joined(
@@ -109,7 +112,7 @@ def joined(
     first, memory = arounds[0], arounds[0].memory
     there = {storage_key(t): weight_of(t, memory) for each in arounds for t in _alive(each.there)}
     known = [p for each in arounds for p in _alive(each.parameters)]
-    present = tuple(nbytes for key, nbytes in {**there, **inputs}.items() if key not in made)
+    present = (*(nbytes for key, nbytes in {**there, **inputs}.items() if key not in made), *first.targets)
     every = tuple({id(p): p for p in (*known, *parameters)}.values())
     return _with_parameters(replace(first, present=present, state=(), optimizer=()), step, every)
 
@@ -187,9 +190,11 @@ def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surround
         with tracker.noting() as freed:
             del gradients
     given = {storage_key(t): t for t in targets if isinstance(t, torch.Tensor)}.values()
+    weights = tuple(filter(None, (weight_of(t, around.memory) for t in given)))
     return replace(
         around,
-        present=(*around.present, *filter(None, (weight_of(t, around.memory) for t in given))),
+        present=(*around.present, *weights),
+        targets=weights,
         loss=_of_blocks((*noted, *freed)),
         loss_left=() if storage_key(loss) in given_by_model else (weight_of(loss, around.memory),),
         libraries={**around.libraries, **tracker.workspaces},

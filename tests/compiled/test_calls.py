@@ -19,8 +19,11 @@ from torch import nn
 
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
+from fxmem.api.arguments import settings_of
 from fxmem.compiled.step_planner import path
+from fxmem.compiled.surroundings import joined, surroundings_of, with_loss
 from fxmem.ir import FrontierPoint, Plan
+from fxmem.torch_private import storage_key
 from tests.compiled.models import Block
 
 WIDTH, ROWS = 64, 256
@@ -190,6 +193,17 @@ def test_nothing_stays_of_a_backend_and_a_model_that_nobody_holds() -> None:
     del case, loss, told
     gc.collect()
     assert [ref() for ref in alive] == [None, None]
+
+
+def test_what_is_around_a_step_of_one_call_is_what_is_around_its_graph() -> None:
+    """Parameters, their state, the batch, and the targets of a loss outside."""
+    model, x, y = nn.Linear(8, 4), torch.randn(2, 8), torch.tensor([1, 2])
+    step = settings_of({"loss_fn": F.cross_entropy, "targets": y, "optimizer": "adamw"}).step
+    alone = with_loss(surroundings_of((x,), tuple(model.parameters()), step), torch.empty(2, 4), step)
+    both = joined([alone, alone], {storage_key(x): x.nbytes}, model.parameters(), (), step)
+    assert alone.fixed_bytes > 3 * sum(p.nbytes for p in model.parameters()) + x.nbytes + y.nbytes - 1
+    assert both.fixed_bytes == alone.fixed_bytes
+    assert (both.loss, both.optimizer) == (alone.loss, alone.optimizer)
 
 
 peaks = st.lists(st.integers(1, 1000), min_size=1, max_size=8, unique=True)
