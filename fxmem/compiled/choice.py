@@ -5,17 +5,13 @@ In: a frontier, a function that lowers a plan and runs it on fakes. Out: a plan 
 NOTE [Monotone budgets]
 
 1. Candidates are a fixed, small part of the frontier, whatever the budget: the first keeps all, the last is the deepest.
-2. A candidate fits a budget where neither its lowered step takes more, nor its plan as the planner sees it, less what the
-   planner sees too much where all is kept. The second is known without lowering, and is of no budget's doing either.
+2. A candidate fits a budget where neither its lowered step takes more, nor its plan as the planner sees it, plus what the
+   first one takes, lowered, above that. The second is known without lowering and is of no budget's doing either. It is
+   nearly right, and low rather than high: plans that recompute more are lowered to what takes somewhat more than planned.
    Of the deepest one only what is lowered counts, so that nothing is refused that fits.
-3. Keeping all is tried first. Where it takes no more than the end of the step, which no plan changes, nothing takes less,
-   and a budget below that fits nothing. Else the candidates are bisected for the cheapest that fits.
-4. Of two budgets, what fits the lower fits the higher; up to the first candidate that tells them apart they are bisected
-   alike, and from there on the higher one goes to cheaper candidates, the lower to dearer ones. So more bytes never cost
-   more time, though peaks of lowered plans need not fall as the planner's do.
-5. Therefore bisecting may miss what fits a low budget. Where it finds nothing, the least budget is looked for that it finds
-   something for, whatever the budget asked for; what it finds then is the cheapest candidate that lower budgets take. It
-   and the dearer ones are tried in turn. Again a higher budget gets no dearer one.
+3. A budget takes the first that fits. What fits a lower budget fits a higher one, so more bytes never cost more time,
+   though peaks of lowered plans need not fall as the planner's do. Two to four are lowered for most budgets.
+4. Where keeping all takes no more than the end of the step, which no plan changes, nothing takes less.
 
 NOTE [Layouts]
 
@@ -28,8 +24,7 @@ decides which kernels run: there it is left alone.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -38,7 +33,6 @@ from fxmem.ir import FrontierPoint
 from fxmem.planners.pareto import cheapest_within
 
 NUM_CANDIDATES = 32
-"""So that a budget takes one lowering if all fits, else at most six, or more where bisecting finds none."""
 
 NEAR = 1.002
 """Times the end of the step: where keeping all takes no more, no deeper plan is lowered to find a lesser budget to name."""
@@ -53,7 +47,7 @@ class Point(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """As the planner sees it; 0 where that is not known."""
+        """As the planner sees it: lower for each candidate than for the one before."""
 
     @property
     def recompute_seconds(self) -> float: ...
@@ -88,49 +82,17 @@ class Candidates(Generic[P]):
         """Return the place of the candidate to take (NOTE [Monotone budgets]); None if none fits."""
         if self.needed_bytes(0, run) > budget_bytes and self.runs[0].floor_bytes > budget_bytes:
             return None
-        place = self._bisected(budget_bytes, run)
-        if place is not None:
-            return place
-        deeper = range(self._first_deeper(run), len(self.points))
-        return next((i for i in deeper if self._fits(i, budget_bytes, run)), None)
+        return next((i for i in range(len(self.points)) if self._fits(i, budget_bytes, run)), None)
 
     def least_bytes(self, run: Run[P]) -> int:
-        """Return the least budget that :meth:`cheapest_within` finds a candidate for, or one at most :data:`NEAR` it."""
-        if (needed_bytes := self.needed_bytes(0, run)) <= NEAR * self.runs[0].floor_bytes:
-            return needed_bytes
-        deeper = range(self._first_deeper(run), len(self.points))
-        return self._least_needed(reversed(deeper), run)
-
-    def _bisected(self, budget_bytes: float, run: Run[P]) -> int | None:
-        if self.needed_bytes(0, run) <= budget_bytes:
-            return 0
-        best, low, high = None, 1, len(self.points)
-        while low < high:
-            middle = (low + high) // 2
-            if self._fits(middle, budget_bytes, run):
-                best = high = middle
-            else:
-                low = middle + 1
-        return best
-
-    def _first_deeper(self, run: Run[P]) -> int:
-        """Return what bisecting finds for the least budget that it finds something for."""
-        tried, low = [0], 1
-        while low < len(self.points):
-            tried.append((low + len(self.points)) // 2)
-            low = tried[-1] + 1
-        found = self._bisected(self._least_needed(reversed(tried), run), run)
-        assert found is not None
-        return found
-
-    def _least_needed(self, places: Iterable[int], run: Run[P]) -> int:
-        """Return the least that one of ``places`` needs; what is known to need more is not lowered."""
-        self.needed_bytes(0, run)
-        least: float = math.inf
-        for place in places:
+        """Return the least budget that a candidate fits, or one at most :data:`NEAR` it."""
+        least = self.needed_bytes(0, run)
+        if least <= NEAR * self.runs[0].floor_bytes:
+            return least
+        for place in reversed(range(1, len(self.points))):
             if self._known_bytes(place) < least:
                 least = min(least, self.needed_bytes(place, run))
-        return int(least)
+        return least
 
     def _fits(self, place: int, budget_bytes: float, run: Run[P]) -> bool:
         return self._known_bytes(place) <= budget_bytes and self.needed_bytes(place, run) <= budget_bytes
@@ -146,7 +108,7 @@ class Candidates(Generic[P]):
         """Return what a candidate needs at least, as is known without lowering it once the first one is lowered."""
         if place in (0, len(self.points) - 1):
             return 0
-        return self.points[place].peak_bytes - max(0, self.points[0].peak_bytes - self.runs[0].peak_bytes)
+        return self.points[place].peak_bytes + self.runs[0].peak_bytes - self.points[0].peak_bytes
 
 
 class Taken(NamedTuple, Generic[P]):

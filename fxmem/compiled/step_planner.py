@@ -36,8 +36,8 @@ class Combination:
 
     places: tuple[int, ...]
     recompute_seconds: float
-    peak_bytes: int = 0
-    """Not known before the code is run on fakes."""
+    peak_bytes: int
+    """Of all calls, each as if alone, together: where all are there at once, that falls as the peak of the step does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ class StepPlanner:
         places = tuple(variant.place for variant in before)
         points = self.graphs[-1].planner.candidates.points
         combinations = tuple(
-            Combination((*places, place), point.recompute_seconds) for place, point in enumerate(points)
+            Combination((*places, place), point.recompute_seconds, point.peak_bytes)
+            for place, point in enumerate(points)
         )
         taken = self._choices(combinations, before).cheapest_within(budget_bytes)
         return None if taken is None else self.graphs[-1].variant(taken.place, taken.layouts_left)
@@ -131,13 +132,15 @@ class StepPlanner:
 def path(frontiers: Sequence[Sequence[FrontierPoint]]) -> Iterator[Combination]:
     """Yield combinations from all first to all last points: each time the call goes on where a byte costs least."""
     places, seconds = [0] * len(frontiers), sum(points[0].recompute_seconds for points in frontiers)
-    yield Combination(tuple(places), seconds)
+    peak_bytes = sum(points[0].peak_bytes for points in frontiers)
+    yield Combination(tuple(places), seconds, peak_bytes)
     steps = [(slope, call, place) for call, points in enumerate(frontiers) for slope, place in _hull(points)]
     for _, call, place in sorted(steps):
         points = frontiers[call]
         seconds += points[place].recompute_seconds - points[places[call]].recompute_seconds
+        peak_bytes += points[place].peak_bytes - points[places[call]].peak_bytes
         places[call] = place
-        yield Combination(tuple(places), seconds)
+        yield Combination(tuple(places), seconds, peak_bytes)
 
 
 def _hull(points: Sequence[FrontierPoint]) -> list[tuple[float, int]]:

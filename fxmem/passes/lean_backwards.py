@@ -18,7 +18,6 @@ nobody wants gradients of; under autocast; calls that a policy speaks of.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -147,20 +146,16 @@ def _cheaper(graph: CaptureGraph, other: CaptureGraph, cast_bytes: int, context:
     budget takes less time so, as far as bounds tell; where neither keeps it, the one that takes less memory."""
     if other is graph:
         return graph
-    profiles = [context.profile_of(each) for each in (graph, other)]
-    own, narrow = (_least_seconds(each, context) for each in profiles)
-    if min(own, narrow) < math.inf:
-        return other if narrow + 2 * context.hardware.seconds(0, cast_bytes) < own else graph
-    own_least, other_least = (_Least.of(each, context) for each in profiles)
-    return other if other_least.is_below(own_least) else graph
-
-
-def _least_seconds(profiled: Profiled, context: CompileContext) -> float:
-    """Return seconds below which no plan within the budget recomputes; infinite where none is found quickly."""
+    wide, narrow = (context.profile_of(each) for each in (graph, other))
     budget_bytes = context.settings.plan_bytes
-    if budget_bytes is None or (point := cheapest_within(_quick_points(profiled, context), budget_bytes)) is None:
-        return math.inf
-    return lower_bound(profiled.profile, budget_bytes, point.recompute_seconds)
+    if budget_bytes is not None:
+        point = cheapest_within(_quick_points(wide, context), budget_bytes)
+        if point is not None:  # a plan for the other holds less, so it needs no more
+            bounds = [lower_bound(p.profile, budget_bytes, point.recompute_seconds) for p in (wide, narrow)]
+            return other if bounds[1] + 2 * context.hardware.seconds(0, cast_bytes) < bounds[0] else graph
+        if cheapest_within(_quick_points(narrow, context), budget_bytes) is not None:
+            return other
+    return other if _Least.of(narrow, context).is_below(_Least.of(wide, context)) else graph
 
 
 def _held(profiled: Profiled) -> NDArray[np.float64]:
