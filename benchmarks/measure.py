@@ -305,18 +305,18 @@ def allocator_rise_bytes(step: Callable[[], None]) -> int:
 def _measure_times(row: Row, eager: Racer, racer: Racer, free: Racer | None, seconds: float) -> None:
     """``free``: the same compiler's way without recomputation."""
     racers = [eager, racer] if free is None else [eager, racer, free]
-    once = sum(_seconds_of(each) for each in racers)
+    once = sum(seconds_of(each) for each in racers)
     row.num_pairs = int(min(25, max(5, seconds / once)))
     turns = []
     for i in range(row.num_pairs):
-        turns.append({each: _seconds_of(each) for each in (racers if i % 2 else racers[::-1])})
+        turns.append({each: seconds_of(each) for each in (racers if i % 2 else racers[::-1])})
     row.time_ratio_low, row.time_ratio, row.time_ratio_high = quartiles(taken[racer] / taken[eager] for taken in turns)
     row.eager_seconds = statistics.median(taken[eager] for taken in turns)
     if free is not None:
         row.own_ratio = statistics.median(taken[racer] / taken[free] for taken in turns)
 
 
-def _seconds_of(racer: Racer) -> float:
+def seconds_of(racer: Racer) -> float:
     if not next(racer.contender.module.parameters()).is_cuda:
         start = time.process_time()
         racer.step()
