@@ -22,6 +22,7 @@ from benchmarks.measure import Row
 from benchmarks.published import PATH as PUBLISHED
 from benchmarks.published import Result, load_results, table
 from benchmarks.published_memory import told
+from benchmarks.report_time import told as report_times
 from benchmarks.results_file import RESULTS
 from benchmarks.verdicts import EAGER_PEERS, OURS_COMPILED, Verdict
 
@@ -243,6 +244,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu_in_short": gpu_in_short,
     "published_memory": told,
     "host_time": host_times,
+    "report_time": report_times,
     "below_the_floor": below_the_floor.text,
     "below_the_floor_steps": below_the_floor.steps_text,
     "lengths": lengths.text,

@@ -112,11 +112,12 @@ def told() -> str:
     """Return the committed results in words and as a table."""
     results = json.loads(PATH.read_text(encoding="utf-8"))
     rows = [Row(**row) for row in results["rows"]]
+    torch_version, date = results["machine"]["torch"], results["machine"]["date"]
     return (
-        f"What a report tells of the time that recomputing takes, beside what it takes (CPU, one thread, torch "
-        f"{results['machine']['torch']}, {results['machine']['date']}, `python -m benchmarks.report_time`): of "
-        f"{len(rows)} budgets {_num_near(rows)} are within {NEAR:.0%} of a step, measured beside the same model without a "
-        f"budget.\n\n{table(rows, 'github')}"
+        "What a report tells of the time that recomputing takes, beside what it takes (CPU, one thread, torch "
+        f"{torch_version}, {date}, `python -m benchmarks.report_time`): of {len(rows)} budgets {_num_near(rows)} are told "
+        f"within {NEAR:.0%} of a step of what is measured beside the same model without a budget. glibc keeps its pages "
+        f"there, as CUDA's allocator does; where it does not, equal steps differ by more.\n\n{table(rows, 'github')}"
     )
 
 
