@@ -17,7 +17,7 @@ from torch import fx
 from fxmem.compiled.calls import Calls, CompiledGraph
 from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.graph_planner import GraphPlanner
-from fxmem.compiled.lower import breaks_off, compilation_now, compiled, passing_dynamo, set_layouts
+from fxmem.compiled.lower import NO_LEVERS, Levers, breaks_off, compilation_now, compiled, passing_dynamo
 from fxmem.compiled.refusals import check_inputs, check_one_graph, check_settings
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.step_planner import PlannedGraph
@@ -69,7 +69,10 @@ class Backend:
     def _compiled(
         self, graph: CompiledGraph, graph_module: fx.GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        return compiled(graph_module, inputs, partial(self._partition, graph, inputs))
+        def levers() -> Levers:
+            return NO_LEVERS if graph.wanted is None else graph.wanted.levers
+
+        return compiled(graph_module, inputs, partial(self._partition, graph, inputs), levers)
 
     def _partition(
         self,
@@ -91,8 +94,6 @@ class Backend:
         else:
             planner = graph.planned.planner.again(joint, static)
         assert graph.wanted is not None
-        if graph.wanted.layouts_left:
-            set_layouts(optimized=False)
         return planner.parts(planner.candidates.points[graph.wanted.place].plan)
 
     def _check_compilation(self) -> None:

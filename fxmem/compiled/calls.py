@@ -166,7 +166,7 @@ class Calls:
         """Return how to compile a graph for the first time, for a call that follows. Errors: ``InfeasibleBudgetError``."""
         before, budget = self._begun(), self._settings.budget_bytes
         assert graph.planned is not None
-        call = Call(graph, graph.planned.variant(0, False))
+        call = Call(graph, Variant(0))
         self._note(call, before, inputs)
         if before:
             return self._tried_variant(before, call)
@@ -176,7 +176,7 @@ class Calls:
                 return self._tried.setdefault((graph,), graph.planned.deepest())
         is_all = not (graph.breaks_off or graph.planned.planner.around.others)
         taken, report = graph.planned.planner.within(budget, STEP if is_all else _first(1))
-        variant = graph.planned.variant(taken.place, taken.layouts_left)
+        variant = graph.planned.variant(taken.place, taken.levers)
         if not is_all:
             return self._tried.setdefault((graph,), variant)
         self._tell(report)
@@ -188,7 +188,7 @@ class Calls:
         before = self._begun()
         key = (*(call.graph for call in before), graph)
         known = self._variants.get(key)
-        call = Call(graph, known or Variant(0, False))
+        call = Call(graph, known or Variant(0))
         if known is None:
             self._note(call, before, inputs)
             call.variant = self._tried.get(key) or self._tried_variant(before, call)
@@ -243,7 +243,7 @@ class Calls:
         calls, budget = [*before, call], self._settings.budget_bytes
         key = tuple(each.graph for each in calls)
         planned, variants = self._planner_of(calls), [each.variant for each in before]
-        found: Variant | None = planned.graphs[-1].variant(0, False)
+        found: Variant | None = Variant(0)
         if budget is not None:
             found = planned.last_within(variants, budget)
             if found is None:

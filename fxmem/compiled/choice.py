@@ -24,11 +24,13 @@ decides which kernels run: there it is left alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from fxmem.compiled.fakerun import StepRun
+from fxmem.compiled.lower import Levers
 from fxmem.ir import FrontierPoint
 from fxmem.planners.pareto import cheapest_within
 
@@ -36,6 +38,9 @@ NUM_CANDIDATES = 32
 
 NEAR = 1.002
 """Times the end of the step: where keeping all takes no more, no deeper plan is lowered to find a lesser budget to name."""
+
+MUCH = 0.05
+"""Of what plans may spare: code that takes so much more than guessed is made otherwise too, to take what is less."""
 
 LAYOUT_SHARE = 0.05
 """Of a step: what convolutions in the model's own layout cost at most. ResNet-18 takes less time so, even with plans that
@@ -54,8 +59,8 @@ class Point(Protocol):
 
 
 P = TypeVar("P", bound=Point)
-Run = Callable[[P], StepRun]
-"""Lowers a plan and runs it on fakes."""
+Run = Callable[[P, float], StepRun]
+"""Lowers a plan and runs it on fakes. The bytes are enough: where code takes more, it is tried whether other takes less."""
 
 
 @dataclass(slots=True)
@@ -100,15 +105,21 @@ class Candidates(Generic[P]):
     def needed_bytes(self, place: int, run: Run[P]) -> int:
         """Return the least budget that a candidate fits."""
         if place not in self.runs:
-            self.runs[place] = run(self.points[place])
-        run_of = self.runs[place]
-        return max(run_of.peak_bytes, run_of.most_bytes, self._known_bytes(place))
+            self.runs[place] = run(self.points[place], self._enough_bytes(place))
+        return max(self.runs[place].needed_bytes, self._known_bytes(place))
 
     def _known_bytes(self, place: int) -> int:
         """Return what a candidate needs at least, as is known without lowering it once the first one is lowered."""
-        if place in (0, len(self.points) - 1):
-            return 0
-        return self.points[place].peak_bytes + self.runs[0].peak_bytes - self.points[0].peak_bytes
+        return 0 if place in (0, len(self.points) - 1) else self._guessed_bytes(place, self.runs[0].peak_bytes)
+
+    def _guessed_bytes(self, place: int, first_bytes: int) -> int:
+        return self.points[place].peak_bytes + first_bytes - self.points[0].peak_bytes
+
+    def _enough_bytes(self, place: int) -> float:
+        if place == 0:
+            return math.inf
+        first = self.runs[0]
+        return self._guessed_bytes(place, first.needed_bytes) + MUCH * (first.peak_bytes - first.floor_bytes)
 
 
 class Taken(NamedTuple, Generic[P]):
@@ -120,6 +131,10 @@ class Taken(NamedTuple, Generic[P]):
     point: P
     run: StepRun
 
+    @property
+    def levers(self) -> Levers:
+        return Levers(self.layouts_left, self.run.vertical_only)
+
 
 @dataclass(frozen=True, slots=True)
 class Choices(Generic[P]):
@@ -128,8 +143,8 @@ class Choices(Generic[P]):
     candidates: Candidates[P]
     as_laid_out: Candidates[P] | None
     """The same, lowered with convolutions laid out as they are (NOTE [Layouts]); None where that changes nothing."""
-    run: Callable[[P, bool], StepRun]
-    """Lowers a plan, with layouts left as they are or not, and runs it on fakes."""
+    run: Callable[[P, bool, float], StepRun]
+    """As :data:`Run`, with layouts left as they are or not."""
 
     def cheapest_within(self, budget_bytes: float) -> Taken[P] | None:
         """Return what to take; None if nothing fits."""
@@ -181,4 +196,4 @@ class Choices(Generic[P]):
         return (self.candidates,) if self.as_laid_out is None else (self.candidates, self.as_laid_out)
 
     def _run_of(self, candidates: Candidates[P]) -> Run[P]:
-        return lambda point: self.run(point, candidates is self.as_laid_out)
+        return lambda point, enough_bytes: self.run(point, candidates is self.as_laid_out, enough_bytes)

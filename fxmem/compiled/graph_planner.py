@@ -15,10 +15,10 @@ from torch import fx
 
 from fxmem.compiled import emit
 from fxmem.compiled.choice import Candidates, Choices, P, Taken
-from fxmem.compiled.fakerun import ALONE, LoweredGraph, StepRun, run_step
+from fxmem.compiled.fakerun import ALONE, LoweredGraph, StepRun, least_of, run_step
 from fxmem.compiled.joint import JointGraph
 from fxmem.compiled.kernels import Kernels, profile_of
-from fxmem.compiled.lower import lays_out, signature_of, without_duplicates
+from fxmem.compiled.lower import Levers, lays_out, signature_of, without_duplicates
 from fxmem.compiled.report import CompiledCost, CompiledReport
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.errors import InfeasibleBudgetError
@@ -110,18 +110,22 @@ class GraphPlanner:
             for budget, taken in choices.costs()
         )
 
-    def lowered(self, plan: Plan, layouts_left: bool) -> LoweredGraph:
-        """Return the code under a plan, with convolutions laid out as they are or as Inductor has them."""
+    def lowered(self, plan: Plan, levers: Levers) -> LoweredGraph:
+        """Return the code under a plan."""
         stage("lowering a plan")
         check_interrupted()
-        return LoweredGraph(self.parts(plan), self.kernels.joint.num_outputs, layouts_left)
+        return LoweredGraph(self.parts(plan), self.kernels.joint.num_outputs, levers)
 
     def parts(self, plan: Plan) -> emit.Partitioned:
         """Return forward and backward under a plan."""
         return emit.partition(self.kernels, self.profile, plan, self.static_inputs)
 
-    def _run(self, point: FrontierPoint, layouts_left: bool) -> StepRun:
-        return run_step([self.lowered(point.plan, layouts_left)], ALONE, self.around, self.hardware)
+    def _run(self, point: FrontierPoint, layouts_left: bool, enough_bytes: float) -> StepRun:
+        def run(graph: LoweredGraph) -> StepRun:
+            return run_step([graph], ALONE, self.around, self.hardware)
+
+        graph = self.lowered(point.plan, Levers(layouts_left))
+        return least_of(run(graph), enough_bytes, lambda: run(graph.vertical()))
 
 
 def taken_within(budget_bytes: int | None, choices: Choices[P], around: Surroundings, where: str = STEP) -> Taken[P]:
@@ -158,7 +162,7 @@ def report_of(
         num_recomputed,
         num_lowered,
         plan_seconds,
-        taken.layouts_left,
+        *taken.levers,
         taken.run.most_bytes,
         num_calls,
     )

@@ -11,10 +11,11 @@ import contextlib
 import copy
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -68,23 +69,50 @@ class Partitioner(CustomPartitionerFn):
         return str, ("fxmem",)
 
 
-def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
+class Levers(NamedTuple):
+    """How a graph is compiled beside its plan."""
+
+    layouts_left: bool = False  # convolutions are laid out as they are
+    vertical_only: bool = False  # in the backward no kernels are fused because they read the same (horizontal fusion)
+
+    def pulled(self, *, is_backward: bool) -> contextlib.AbstractContextManager[object]:
+        """Have Inductor compile the forward or the backward so in the body."""
+        settings: dict[str, Any] = {"layout_optimization": False} if self.layouts_left else {}
+        if self.vertical_only and is_backward:
+            settings["score_fusion_memory_threshold"] = sys.maxsize
+        return inductor_config.patch(settings)  # type: ignore[no-any-return]
+
+
+NO_LEVERS = Levers()
+
+
+def compiled(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Partition,
+    levers: Callable[[], Levers] = Levers,
+) -> Callable[..., Any]:
     """Return Dynamo's graph compiled by Inductor, with ``partition`` in the partitioner's seat.
 
-    AOTAutograd's cache is off: it would hand out the plan of another budget. ``partition`` may set how convolutions are
-    laid out (:func:`set_layouts`) for what is compiled after it, the backward included, which is compiled at once.
+    AOTAutograd's cache is off: it would hand out the plan of another budget. ``levers``: asked for after ``partition``.
     """
     now = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
     partitioner = Partitioner(partition)
-    with now, layouts(inductor_config.layout_optimization):
+
+    def inner(part: fx.GraphModule, part_inputs: Sequence[Any], **options: Any) -> Any:
+        with levers().pulled(is_backward=options.get("is_backward", False)):
+            return compile_fx_inner(part, part_inputs, **options)
+
+    patches = {"custom_partitioner_fn": partitioner}
+    with now:
         try:
-            made = compile_fx(graph_module, inputs, config_patches={"custom_partitioner_fn": partitioner})
+            made = compile_fx(graph_module, inputs, inner_compile=inner, config_patches=patches)
         finally:
             partitioner.leave()
     return made  # type: ignore[return-value]
 
 
-# -- how convolutions are laid out ---------------------------------------------------------------------------------------
+# -- Inductor's own levers -----------------------------------------------------------------------------------------------
 
 
 def lays_out(graph_module: fx.GraphModule) -> bool:
@@ -95,18 +123,6 @@ def lays_out(graph_module: fx.GraphModule) -> bool:
     return (
         bool(found) and on_cpu and inductor_config.layout_optimization and not inductor_config.force_layout_optimization
     )
-
-
-def set_layouts(optimized: bool) -> None:
-    """Have Inductor lay out convolutions anew or not, until the compilation that this is called in is over."""
-    inductor_config.layout_optimization = optimized
-
-
-@contextlib.contextmanager
-def layouts(optimized: bool) -> Iterator[None]:
-    """Have Inductor do so in the body."""
-    with inductor_config.patch(layout_optimization=optimized):
-        yield
 
 
 @dataclass(frozen=True, slots=True)

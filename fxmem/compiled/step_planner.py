@@ -16,8 +16,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fxmem.compiled.choice import Candidates, Choices
-from fxmem.compiled.fakerun import GraphCall, LoweredGraph, StepRun, run_step
+from fxmem.compiled.fakerun import GraphCall, LoweredGraph, StepRun, least_of, run_step
 from fxmem.compiled.graph_planner import GraphPlanner, report_of, taken_within
+from fxmem.compiled.lower import NO_LEVERS, Levers
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import FrontierPoint
@@ -27,7 +28,7 @@ class Variant(NamedTuple):
     """How a graph is compiled: under which of its candidates."""
 
     place: int
-    layouts_left: bool
+    levers: Levers = NO_LEVERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +48,22 @@ class PlannedGraph:
     planner: GraphPlanner
     codes: dict[Variant, LoweredGraph] = field(default_factory=dict)
 
-    def variant(self, place: int, layouts_left: bool) -> Variant:
-        return Variant(place, layouts_left and self.planner.as_laid_out is not None)
+    def variant(self, place: int, levers: Levers) -> Variant:
+        """Return how the graph is compiled in a step that is compiled so."""
+        layouts_left = levers.layouts_left and self.planner.as_laid_out is not None
+        return Variant(place, Levers(layouts_left, levers.vertical_only and place > 0))
 
     def deepest(self) -> Variant:
-        return self.variant(len(self.planner.candidates.points) - 1, layouts_left=True)
+        return self.variant(len(self.planner.candidates.points) - 1, Levers(layouts_left=True))
 
     def code(self, variant: Variant) -> LoweredGraph:
         if variant not in self.codes:
-            plan = self.planner.candidates.points[variant.place].plan
-            self.codes[variant] = self.planner.lowered(plan, variant.layouts_left)
+            place, levers = variant
+            if levers.vertical_only:
+                code = self.code(Variant(place, levers._replace(vertical_only=False))).vertical()
+            else:
+                code = self.planner.lowered(self.planner.candidates.points[place].plan, levers)
+            self.codes[variant] = code
         return self.codes[variant]
 
 
@@ -86,7 +93,7 @@ class StepPlanner:
             plan_seconds=time.perf_counter() - start,
             num_calls=len(self.calls),
         )
-        return self._variants(taken.point.places, taken.layouts_left), report
+        return self._variants(taken.point.places, taken.levers), report
 
     def last_within(self, before: Sequence[Variant], budget_bytes: int) -> Variant | None:
         """Return the cheapest way to compile the last call's graph that keeps the budget, given those before it; None if
@@ -98,12 +105,11 @@ class StepPlanner:
             for place, point in enumerate(points)
         )
         taken = self._choices(combinations, before).cheapest_within(budget_bytes)
-        return None if taken is None else self.graphs[-1].variant(taken.place, taken.layouts_left)
+        return None if taken is None else self.graphs[-1].variant(taken.place, taken.levers)
 
     def peak_bytes(self, variants: Sequence[Variant]) -> int:
         """Return the least budget that these fit."""
-        run = self._run(variants)
-        return max(run.peak_bytes, run.most_bytes)
+        return self._run(variants).needed_bytes
 
     def letting_go(self) -> StepPlanner:
         """Return the same step where all outputs are let go when the forwards are over."""
@@ -112,14 +118,18 @@ class StepPlanner:
     def deepest(self) -> tuple[Variant, ...]:
         return tuple(graph.deepest() for graph in self.graphs)
 
-    def _variants(self, places: Sequence[int], layouts_left: bool) -> tuple[Variant, ...]:
-        return tuple(graph.variant(place, layouts_left) for graph, place in zip(self.graphs, places, strict=True))
+    def _variants(self, places: Sequence[int], levers: Levers) -> tuple[Variant, ...]:
+        return tuple(graph.variant(place, levers) for graph, place in zip(self.graphs, places, strict=True))
 
     def _choices(self, combinations: tuple[Combination, ...], before: Sequence[Variant] = ()) -> Choices[Combination]:
         """``before``: as the first calls' graphs are compiled, in whatever layouts the others are."""
 
-        def run(combination: Combination, layouts_left: bool) -> StepRun:
-            return self._run((*before, *self._variants(combination.places, layouts_left)[len(before) :]))
+        def run(combination: Combination, layouts_left: bool, enough_bytes: float) -> StepRun:
+            def run_with(levers: Levers) -> StepRun:
+                return self._run((*before, *self._variants(combination.places, levers)[len(before) :]))
+
+            usual = run_with(Levers(layouts_left))
+            return least_of(usual, enough_bytes, lambda: run_with(Levers(layouts_left, vertical_only=True)))
 
         lays_out = any(graph.planner.as_laid_out is not None for graph in self.graphs[len(before) :])
         return Choices(Candidates(combinations), Candidates(combinations) if lays_out else None, run)

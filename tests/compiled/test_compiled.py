@@ -102,6 +102,39 @@ def test_copies_of_weights_to_channels_last_are_spared_where_memory_is_short() -
     assert inductor_config.layout_optimization
 
 
+class Masked(nn.Module):
+    """Layers whose attention, which is large, is masked alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 48) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.arange(x.shape[1])[:, None] < torch.arange(x.shape[1])[None]
+        for layer in self.layers:
+            query, key, value = layer(x).chunk(3, -1)
+            scores = (query @ key.transpose(-1, -2)).masked_fill(mask, float("-inf"))
+            x = x + F.dropout(scores.softmax(-1), 0.1) @ value
+        return x.mean(1)
+
+
+@pytest.mark.slow
+def test_what_is_recomputed_for_two_layers_is_not_made_at_once_where_memory_is_short() -> None:
+    """Inductor fuses what reads the same mask; a backward without that takes less, and has the same bits."""
+    torch.manual_seed(0)
+    model, x, y = Masked(), torch.randn(4, 96, 16), torch.randint(16, (4,))
+    options = {**OPTIONS, "loss_fn": lambda output: F.cross_entropy(output, y), "optimizer": "sgd"}
+    least = fxmem.frontier(model, x, **options)[-1].budget_bytes
+    whole, deep = (fxmem.optimize(copy.deepcopy(model), x, budget=budget, **options) for budget in (None, least))
+    assert not whole.fxmem.report.vertical_only
+    assert deep.fxmem.report.vertical_only
+    assert "not fused horizontally" in str(deep.fxmem.report)
+    peak_bytes = measured_peak_bytes(deep, x, y, deep, torch.optim.SGD(deep.parameters()))
+    assert peak_bytes - y.nbytes == deep.fxmem.report.predicted_peak_bytes
+    whole.load_state_dict(deep.state_dict())
+    assert all(map(torch.equal, gradients_of(whole, whole, x, y), gradients_of(deep, deep, x, y)))
+
+
 class Looking(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = super().forward(x)
