@@ -137,7 +137,8 @@ class LoweredGraph:
             for node, tensor in zip(given, saved, strict=True):
                 like = node.meta.get("val")
                 if isinstance(like, torch.Tensor) and like.stride() != tensor.stride():
-                    node.meta["val"] = like.as_strided(like.shape, tensor.stride())
+                    val = like.as_strided(like.shape, tensor.stride())
+                    node.meta = {**node.meta, "val": val}  # its own: the forward's input of that name has the same dict
             with self.levers.pulled(is_backward=True):
                 self._backward_code = lowered_backward(self._backward, len(saved), self._donated())
         return self._backward_code

@@ -18,7 +18,7 @@ from fxmem.compiled.choice import Candidates, Choices, P, Taken
 from fxmem.compiled.fakerun import ALONE, LoweredGraph, StepRun, least_of, run_step
 from fxmem.compiled.joint import JointGraph
 from fxmem.compiled.kernels import Kernels, profile_of
-from fxmem.compiled.lower import Levers, lays_out, signature_of, without_duplicates
+from fxmem.compiled.lower import Levers, lays_out, own_context, signature_of, without_duplicates
 from fxmem.compiled.report import CompiledCost, CompiledReport
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.errors import InfeasibleBudgetError
@@ -118,7 +118,8 @@ class GraphPlanner:
 
     def parts(self, plan: Plan) -> emit.Partitioned:
         """Return forward and backward under a plan."""
-        return emit.partition(self.kernels, self.profile, plan, self.static_inputs)
+        with own_context([node.meta.get("val") for node in self.kernels.joint.inputs]):
+            return emit.partition(self.kernels, self.profile, plan, self.static_inputs)
 
     def _run(self, point: FrontierPoint, layouts_left: bool, enough_bytes: float) -> StepRun:
         def run(graph: LoweredGraph) -> StepRun:

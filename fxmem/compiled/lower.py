@@ -245,16 +245,16 @@ def _lowered(graph_module: fx.GraphModule, num_visible: int | None, num_fixed: i
     ]
     inputs = [n.meta["val"] for n in graph_module.graph.find_nodes(op="placeholder")]
     wrappers: list[Wrapper] = []
-    with _codes_kept(wrappers), _own_context(inputs):
+    with _codes_kept(wrappers), own_context(inputs):
         compile_fx_inner(graph_module, inputs, static_input_idxs=tuple(range(num_fixed)), is_backward=is_backward)
     return wrappers[-1]
 
 
-def _own_context(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[object]:
-    """Where another graph is being compiled, whose fakes are of another mode, have Inductor know the mode of these."""
+def own_context(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[object]:
+    """Have torch know the mode of these fakes where none of that mode is compiled: how it partitions depends on it."""
     mode = next((t.fake_mode for t in inputs if isinstance(t, FakeTensor)), None)
     current = TracingContext.try_get()
-    is_own = current is None or mode is None or current.fake_mode is mode
+    is_own = mode is None or (current is not None and current.fake_mode is mode)
     return contextlib.nullcontext() if is_own else tracing(TracingContext(mode))
 
 

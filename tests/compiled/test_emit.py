@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from fxmem.api.arguments import settings_of
+from fxmem.compiled.fakerun import ALONE, run_step
 from fxmem.compiled.graph_planner import GraphPlanner
 from fxmem.compiled.joint import is_tangent
+from fxmem.compiled.lower import Levers
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import KEEP, GraphProfile, Plan
 from tests.compiled.interpreted import results_of, values_for
@@ -55,3 +59,38 @@ def test_outputs_and_gradients_are_those_of_keeping_all(seed: int) -> None:
     for plan in plans:
         again = results_of(planner.parts(plan), num_outputs, values)
         assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True)), plan
+
+
+def planner_of(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> tuple[GraphPlanner, list[str]]:
+    """Return the planner of a function, and the nodes of its backward as partitioned while it is compiled."""
+    found: list[tuple[GraphPlanner, list[str]]] = []
+
+    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
+        planner = GraphPlanner.of(joint, num_outputs, static, Surroundings(), SETTINGS)
+        found.append((planner, backward_of(planner)))
+
+    in_the_seat(look, function, *(t.requires_grad_() for t in tensors))
+    return found[0]
+
+
+def backward_of(planner: GraphPlanner) -> list[str]:
+    return [str(node) for node in planner.parts(planner.candidates.points[0].plan)[1].graph.nodes]
+
+
+def test_parts_are_the_same_when_nothing_is_being_compiled() -> None:
+    """As steps of several calls are planned: torch puts attention into the backward too where it knows of no fakes."""
+    heads = [torch.randn(2, 2, 32, 16) for _ in range(3)]
+    planner, expected = planner_of(lambda *qkv: F.scaled_dot_product_attention(*qkv).sum(), *heads)
+    assert backward_of(planner) == expected
+
+
+def test_code_runs_on_fakes_as_often_as_it_is_asked_to() -> None:
+    """The backward is given tensors laid out as the forward saves them, which does not make the forward's inputs so."""
+    planner, _ = planner_of(
+        lambda x, w: F.conv2d(F.conv2d(x, w, padding=1).tanh(), w[:, :1], padding=1, groups=8).relu().mean(),
+        *(torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)),
+    )
+    code = planner.lowered(planner.candidates.points[0].plan, Levers())
+    runs = [run_step([each], ALONE, planner.around, planner.hardware) for each in (code, code, code.vertical())]
+    assert runs[0] == runs[1]
+    assert runs[2] == replace(runs[0], vertical_only=True)
