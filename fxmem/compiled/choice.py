@@ -10,7 +10,8 @@ NOTE [Monotone budgets]
    nearly right, and low rather than high: plans that recompute more are lowered to what takes somewhat more than planned.
    Of the deepest one only what is lowered counts, so that nothing is refused that fits.
 3. A budget takes the first that fits. What fits a lower budget fits a higher one, so more bytes never cost more time,
-   though peaks of lowered plans need not fall as the planner's do. Two to four are lowered for most budgets.
+   though peaks of lowered plans need not fall as the planner's do. Two to four are lowered for most budgets, more where
+   none of many takes as little as planned.
 4. Where keeping all takes no more than the end of the step, which no plan changes, nothing takes less.
 
 NOTE [Layouts]

@@ -21,6 +21,6 @@ def test_no_graph_is_planned_for_quickly_twice(monkeypatch: pytest.MonkeyPatch) 
         return chen.frontier(profile, seconds=seconds)
 
     monkeypatch.setitem(PLANNERS, "auto", planner)
-    fxmem.optimize(Vgg(), torch.randn(8, 3, 32, 32), budget="85%", optimizer=None, cache=False)
+    fxmem.optimize(Vgg(), torch.randn(8, 3, 32, 32), budget="70%", optimizer=None, cache=False)
     quick = [id(profile) for profile, seconds in planned if seconds == PLAN_SECONDS]
     assert len(quick) == len(set(quick)) > 1
