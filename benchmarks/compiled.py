@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import nn
+from torch import fx, nn
 
 import fxmem
 from benchmarks import models
@@ -260,7 +260,7 @@ def _lowest_torch_budget(module: nn.Module, batch: models.Batch, options: dict[s
     def look(planner: Any) -> None:
         joint = planner.kernels.joint
         for budget in LOWER_BUDGETS:
-            graph_module = copy.deepcopy(joint.graph_module)
+            graph_module = fx.GraphModule(joint.graph_module, copy.deepcopy(joint.graph_module.graph))
             with config.patch(activation_memory_budget=budget):
                 parts = min_cut_rematerialization_partition(
                     graph_module, (), num_fwd_outputs=joint.num_outputs,
