@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from benchmarks.frontier import PEERS
 from benchmarks.measure import Row
 from benchmarks.models import MODELS
-from benchmarks.results_file import RESULTS, load_rows
+from benchmarks.results_file import RESULTS, load_rows, where_measured
 from benchmarks.verdicts import OURS, OURS_COMPILED, Verdict, verdicts_of
 from benchmarks.ways import NOT_INSTALLABLE
 
@@ -26,8 +26,8 @@ def comparison_page() -> str:
         (
             "# fxmem beside its peers",
             "",
-            f"From `benchmarks/results/compare_cpu.json` ({machine['cpu']}, torch {machine['torch']}, one thread, "
-            f"{machine['date']}); made by `make bench`, this page by `python -m benchmarks.readme`.",
+            f"From `benchmarks/results/compare_cpu.json` ({where_measured(rows)}, torch {machine['torch']}, one "
+            "thread); made by `make bench`, this page by `python -m benchmarks.readme`.",
             "",
             "Each peer and eager take turns in one process, fxmem at the peer's measured peak and eager in another; times "
             "are CPU times over eager's, medians of pairs. A compiled peer's extra time is counted over its own time "

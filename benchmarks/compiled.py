@@ -30,9 +30,9 @@ from benchmarks import models
 from benchmarks.batches import images, speech, tokens
 from benchmarks.libraries import import_library
 from benchmarks.losses import cross_entropy
-from benchmarks.measure import allocator_rise_bytes, largest_relative_error
+from benchmarks.measure import allocator_rise_bytes, largest_relative_error, turns
 from benchmarks.models import BenchModel
-from benchmarks.results_file import RESULTS, machine
+from benchmarks.results_file import RESULTS, machine, where_measured
 from benchmarks.ways import least_compiled_bytes
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import run_step
@@ -79,6 +79,8 @@ class Row:
     estimated_ratio: float | None = None
     """Estimated time of the step over that of keeping all."""
     problem: str | None = None
+    cpu: str | None = None
+    date: str | None = None
 
 
 def cases() -> dict[str, Case]:
@@ -195,6 +197,7 @@ def rows_of(case: Case, seconds: float, asked: Sequence[str]) -> Iterator[Row]:
     batch = bench.batch("cpu")
     racers: list[tuple[Row, Racer]] = []
     for row, compiled in _ways(case, initial, batch, asked):
+        row.cpu, row.date = machine()["cpu"], machine()["date"]
         try:
             racer = Racer(bench, initial, batch, compiled)
         except Exception as error:
@@ -217,14 +220,10 @@ def told_of_its_loss(model: nn.Module) -> None:
 
 
 def _race(racers: list[tuple[Row, Racer]], seconds: float) -> None:
-    once = sum(racer.seconds() for _, racer in racers)
-    turns = []
-    for i in range(int(max(5, min(25, seconds / once)))):
-        order = racers if i % 2 else racers[::-1]
-        turns.append({row.way: racer.seconds() for row, racer in order})
-    first = racers[0][0].way
-    for row, _ in racers:
-        row.time_ratio = statistics.median(taken[row.way] / taken[first] for taken in turns)
+    first = racers[0][1]
+    taken_in = turns([racer for _, racer in racers], Racer.seconds, seconds)
+    for row, racer in racers:
+        row.time_ratio = statistics.median(taken[racer] / taken[first] for taken in taken_in)
 
 
 def _ways(
@@ -348,7 +347,7 @@ def told() -> str:
     over = sum((row.measured_peak_bytes or 0) > (row.budget_bytes or 0) for row in budgeted)
     bitwise = sum(row.gradients == "bitwise" for row in budgeted)
     return (
-        f"One CPU thread, torch {results['machine']['torch']}, {results['machine']['date']}. MB in a way's name are what "
+        f"One CPU thread, torch {results['machine']['torch']}, {where_measured(rows)}. MB in a way's name are what "
         "the step may rise above parameters and batch, a share is of what keeping all takes above them, `least` is the "
         "least peak that fxmem reaches; beside torch 1 stands that of torch's lower budgets whose step takes least. Times "
         f"and gradients are beside those of torch.compile with nothing recomputed, the first way. Of {len(budgeted)} "

@@ -24,7 +24,7 @@ import fxmem
 from benchmarks.compiled import SEED, Racer, cases, on_one_thread, options_of, told_of_its_loss
 from benchmarks.measure import largest_relative_error
 from benchmarks.models import BenchModel
-from benchmarks.results_file import RESULTS, machine
+from benchmarks.results_file import RESULTS, machine, where_measured
 from benchmarks.ways import least_compiled_bytes
 from fxmem.compiled.report import CompiledReport
 from tests.compiled.random_functions import inputs, random_function
@@ -50,6 +50,8 @@ class Row:
     num_recomputed: int
     error: float
     """The largest relative error of a gradient beside nothing recomputed; 0: all bits are the same."""
+    cpu: str
+    date: str
 
 
 class RandomModel(nn.Module):
@@ -104,7 +106,7 @@ def rows_of(bench: BenchModel, num_budgets: int) -> Iterator[Row]:
 def _row(name: str, report: CompiledReport, measured_bytes: int, error: float) -> Row:
     return Row(
         name, report.budget_bytes, report.predicted_peak_bytes, measured_bytes, 1 + report.overhead_ratio,
-        report.num_recomputed, error,
+        report.num_recomputed, error, machine()["cpu"], machine()["date"],
     )  # fmt: skip
 
 
@@ -161,7 +163,7 @@ def told() -> str:
     return (
         f"{verdict.num_budgets} random budgets between the least reachable peak and what keeping all takes, on "
         f"{functions} random functions and on small models (one CPU thread, torch {results['machine']['torch']}, "
-        f"{results['machine']['date']}): {verdict.exceeded} exceeded, predicted and measured peaks at most "
+        f"{where_measured(rows)}): {verdict.exceeded} exceeded, predicted and measured peaks at most "
         f"{verdict.apart:.2%} apart, {verdict.falling} times a lower budget is estimated to be faster, "
         f"{verdict.not_bitwise} times gradients are not bit by bit those of keeping all (largest relative error "
         f"{verdict.largest_error:.0e}).\n\n{table(rows, 'github')}"

@@ -29,7 +29,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import run_step
 
 SEED = 7
+R = TypeVar("R")
 LEARNING_RATE = 1e-4
 
 
@@ -305,15 +306,23 @@ def allocator_rise_bytes(step: Callable[[], None]) -> int:
 def _measure_times(row: Row, eager: Racer, racer: Racer, free: Racer | None, seconds: float) -> None:
     """``free``: the same compiler's way without recomputation."""
     racers = [eager, racer] if free is None else [eager, racer, free]
-    once = sum(seconds_of(each) for each in racers)
-    row.num_pairs = int(min(25, max(5, seconds / once)))
-    turns = []
-    for i in range(row.num_pairs):
-        turns.append({each: seconds_of(each) for each in (racers if i % 2 else racers[::-1])})
-    row.time_ratio_low, row.time_ratio, row.time_ratio_high = quartiles(taken[racer] / taken[eager] for taken in turns)
-    row.eager_seconds = statistics.median(taken[eager] for taken in turns)
+    taken_in = turns(racers, seconds_of, seconds)
+    row.num_pairs = len(taken_in)
+    row.time_ratio_low, row.time_ratio, row.time_ratio_high = quartiles(
+        taken[racer] / taken[eager] for taken in taken_in
+    )
+    row.eager_seconds = statistics.median(taken[eager] for taken in taken_in)
     if free is not None:
-        row.own_ratio = statistics.median(taken[racer] / taken[free] for taken in turns)
+        row.own_ratio = statistics.median(taken[racer] / taken[free] for taken in taken_in)
+
+
+def turns(
+    racers: Sequence[R], seconds_of: Callable[[R], float], seconds: float, *, least: int = 5, most: int = 25
+) -> list[dict[R, float]]:
+    """Return the seconds of a step of each, turn by turn, every other one in the reverse order. ``seconds``: what all turns
+    may take, but for the ``least`` number of them."""
+    num_turns = int(min(most, max(least, seconds / sum(map(seconds_of, racers)))))
+    return [{each: seconds_of(each) for each in (racers if i % 2 else racers[::-1])} for i in range(num_turns)]
 
 
 def seconds_of(racer: Racer) -> float:

@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks import models
-from benchmarks.measure import SEED, Racer, quartiles, seconds_of
+from benchmarks.measure import SEED, Racer, quartiles, seconds_of, turns
 from benchmarks.results_file import RESULTS, machine
 from benchmarks.ways import EAGER, Way
 
@@ -75,25 +74,16 @@ def rows_of(name: str, seconds: float) -> list[Row]:
     span = report.eager_peak_bytes - report.floor_bytes
     ways = [Way(f"fxmem {share:.0%}", "fxmem", report.floor_bytes + int(share * span)) for share in SHARES]
     budgeted = [Racer(way, initial, bench, batch) for way in ways]
-    turns = list(_turns([eager, free, *budgeted], seconds))
-    eager_ratio = statistics.median(turn[free] / turn[eager] for turn in turns)
+    taken_in = turns([eager, free, *budgeted], seconds_of, seconds, least=LEAST_TURNS, most=MOST_TURNS)
+    eager_ratio = statistics.median(taken[free] / taken[eager] for taken in taken_in)
+    step_seconds = statistics.median(taken[free] for taken in taken_in)
     rows = []
     for share, racer in zip(SHARES, budgeted, strict=True):
-        low, middle, high = quartiles(turn[racer] / turn[free] - 1 for turn in turns)
+        low, middle, high = quartiles(taken[racer] / taken[free] - 1 for taken in taken_in)
         module: Any = racer.contender.module
-        step_seconds = statistics.median(turn[free] for turn in turns)
-        measured = middle, low, high, eager_ratio, len(turns), step_seconds
+        measured = middle, low, high, eager_ratio, len(taken_in), step_seconds
         rows.append(Row(name, share, module.report.overhead_ratio, *measured, module.fxmem.runtime))
     return rows
-
-
-def _turns(racers: list[Racer], seconds: float) -> Iterator[dict[Racer, float]]:
-    """Yield the seconds of a step of each, each time in another order."""
-    once = sum(seconds_of(racer) for racer in racers)
-    for i in range(int(min(MOST_TURNS, max(LEAST_TURNS, seconds / once)))):
-        first = i % len(racers)
-        order = [*racers[first:], *racers[:first]]
-        yield {racer: seconds_of(racer) for racer in (order[::-1] if i % 2 else order)}
 
 
 def table(rows: list[Row], style: str = "simple") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +39,13 @@ def _cpu_model() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def where_measured(rows: Iterable[Any]) -> str:
+    """Return the processors and the days that rows were measured on, as they tell by ``cpu`` and ``date``."""
+    noted = [row for row in rows if row.cpu and row.date]
+    days = sorted(row.date for row in noted)
+    return f"{' and '.join(sorted({row.cpu for row in noted}))}, {' to '.join(dict.fromkeys((days[0], days[-1])))}"
 
 
 def commit() -> str:

@@ -8,11 +8,10 @@ are no generated kernels take no scratch of their own below the dispatcher; for 
 
 NOTE [Fusion]
 
-Inductor fuses kernels that read the same, up to 64 apart in its order (horizontal fusion). Where what is recomputed for two
-layers reads one mask, both are made at once, and one is there long before it is read: GPT-2 of two layers takes 20.9 MB
-under a plan that is to take 14. Fused vertically only, with what reads their results, the backward's kernels take 17.1 MB
-there, in the same time; elsewhere they may take more. So where code takes much more than planned both are tried
-(:func:`least_of`).
+Inductor fuses kernels that read the same, up to 64 apart in its order (horizontal fusion). Where what is recomputed for
+two layers reads one mask, both are made at once, and one is there long before it is read. Fused vertically only, with
+what reads their results, the backward's kernels take less there, in the same time; elsewhere they may take more. So where
+code takes much more than planned both are tried (:func:`least_of`).
 """
 
 from __future__ import annotations
