@@ -50,8 +50,8 @@ class Row:
     num_recomputed: int
     error: float
     """The largest relative error of a gradient beside nothing recomputed; 0: all bits are the same."""
-    cpu: str
-    date: str
+    cpu: str | None = None
+    date: str | None = None
 
 
 class RandomModel(nn.Module):

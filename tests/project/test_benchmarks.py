@@ -19,8 +19,8 @@ from benchmarks import (
     verdicts,
 )
 from benchmarks.keeping_seconds import keeping_seconds
-from benchmarks.measure import Row, largest_relative_error, measure, quartiles
-from benchmarks.results_file import RESULTS, load_rows, save_rows
+from benchmarks.measure import Row, largest_relative_error, measure, quartiles, turns
+from benchmarks.results_file import RESULTS, load_rows, save_rows, where_measured
 from benchmarks.ways import EAGER, FUSED, LEAST, NO_RECOMPUTE, Way, peers, without_recompute
 from fxmem.capture.export import capture
 from fxmem.capture.graph import Inputs
@@ -286,3 +286,23 @@ def test_budgets_of_compiled_steps_are_judged_model_by_model() -> None:
     verdict = compiled_budgets.Verdict.of([*first, row("b", None, 90, 1.0)])
     assert (verdict.num_budgets, verdict.exceeded, verdict.not_bitwise, verdict.falling) == (2, 1, 1, 1)
     assert (verdict.apart, verdict.largest_error) == (pytest.approx(0.1), 0.5)
+
+
+def test_where_rows_were_measured_is_read_from_the_rows() -> None:
+    rows = [
+        Row("m", str(i), "", cpu=cpu, date=date) for i, (cpu, date) in enumerate([("b", "2"), ("a", "1"), ("b", "3")])
+    ]
+    assert where_measured([*rows, Row("m", "of older times", "")]) == "a and b, 1 to 3"
+    assert where_measured(rows[:1]) == "b, 2"
+
+
+def test_turns_are_taken_in_both_orders_as_long_as_there_is_time() -> None:
+    order: list[str] = []
+
+    def seconds_of(name: str) -> float:
+        order.append(name)
+        return 0.5
+
+    assert turns("ab", seconds_of, 3.0, least=2) == [{"a": 0.5, "b": 0.5}] * 3
+    assert "".join(order) == "ab" + "ba" + "ab" + "ba"
+    assert [len(turns("ab", seconds_of, s, least=2, most=4)) for s in (0.0, 99.0)] == [2, 4]
