@@ -14,7 +14,7 @@ from fxmem.profiling.op_effects import work_of
 from fxmem.profiling.roofline import Hardware
 
 aten = torch.ops.aten
-ALLOCATIONS = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided})
+ALLOCATIONS = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
 """They move nothing."""
 WRITTEN = frozenset({"out", "grad_input"})
 """Arguments that are the result."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fxmem.op_facts.kinds import (
     AddedByExport,
     ByIndices,
+    GradientsByMask,
     InPlaceInBackward,
     InPlaceInLinear,
     MadeFirst,
@@ -204,6 +205,12 @@ FACTS: tuple[OpFact, ...] = (
         why=_ORDER,
         test="test_bags_are_counted_before_they_are_made",
         device="cuda",
+    ),
+    OpFact(
+        ops=("aten.convolution_backward.default",),
+        value=GradientsByMask(1),
+        why="one run is recorded; that the kernels are the same in one call and in two is its definition",
+        test="test_what_a_backward_does_in_two_calls_to_hold_less_is_one_where_there_is_room",
     ),
     OpFact(
         ops=("aten.convolution_backward.default",),

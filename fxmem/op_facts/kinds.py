@@ -54,6 +54,15 @@ class InPlaceInBackward:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientsByMask:
+    """It is a backward whose last argument says which gradients it returns. Each comes from a kernel of its own; that of
+    the first does not look at the values of one argument."""
+
+    unread: int
+    """Place of that argument."""
+
+
+@dataclass(frozen=True, slots=True)
 class InPlaceInLinear:
     """``aten.linear`` adds its bias over the product it has just made, where no mode watches and no tensor is a fake."""
 

@@ -47,7 +47,7 @@ class _SplitConvolution(torch.autograd.Function):
         if not (of_x and of_weight) or torch.is_grad_enabled() or keeps_graph() or in_batched_backward():
             return (*_gradients(ctx, grad, x, weight, [of_x, of_weight, of_bias]), *rest)
         _, *of_weights = _gradients(ctx, grad, x, weight, [False, True, of_bias])
-        like_x = x.new_empty(1).expand(x.shape)  # its sizes are all that is looked at
+        like_x = x.new_empty_strided(x.shape, [0] * x.dim())  # its sizes are all that is looked at
         del x
         ctx.maybe_clear_saved_tensors()
         grad_x, *_ = _gradients(ctx, grad, like_x, weight, [True, False, False])

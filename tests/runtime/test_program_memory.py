@@ -15,7 +15,7 @@ from fxmem.capture.joint_steps import calls_before, runtime_for
 from fxmem.profiling.op_benchmark import TAPE_SECONDS
 from fxmem.torch_private import storage_key
 from fxmem.watching.held_graphs import nodes_of, storages_of
-from tests.exactness import NUM_PROGRAMS, PLANS, check
+from tests.exactness import NUM_PROGRAMS, PLANS, check, same_bits
 from tests.fuzz_cases import Case, check_case
 from tests.hostile.models import batch, model_of
 from tests.hostile.tensor_models import einsum_and_matmuls
@@ -221,3 +221,34 @@ def test_an_unknown_runtime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXMEM_RUNTIME", "graphs")
     with pytest.raises(fxmem.InputError, match="FXMEM_RUNTIME='graphs' is none of auto, tape, program"):
         fxmem.optimize(nn.Linear(2, 2), torch.randn(1, 2))
+
+
+def _convolved() -> nn.Module:
+    convolutions = [part for _ in range(6) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.SiLU())]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *convolutions)
+
+
+def test_what_a_backward_does_in_two_calls_to_hold_less_is_one_where_there_is_room() -> None:
+    """Beside the peak, which is where it was; and with eager's bits."""
+    torch.manual_seed(0)
+    model, x = _convolved(), torch.randn(4, 3, 32, 32)
+    planned: dict[str, Any] = {"optimizer": None, "loss_fn": torch.mean, "runtime": "program"}
+    report = fxmem.optimize(copy.deepcopy(model), x, **planned).report
+    spans, counts = report.eager_peak_bytes - report.floor_bytes, []
+    eager = copy.deepcopy(model)
+    torch.mean(eager(x)).backward()
+    for share in (0.0, 0.5):
+        budget = report.floor_bytes + int(share * spans)
+        optimized = fxmem.optimize(copy.deepcopy(model), x, budget=budget, **planned)
+        for _ in range(2):
+            optimized.zero_grad()
+            torch.mean(optimized(x)).backward()
+        latest = optimized.fxmem.plans.latest
+        assert latest.joint.runtime == "program"
+        assert latest.report.predicted_peak_bytes == latest.planned_report.predicted_peak_bytes <= budget
+        pairs = zip(eager.parameters(), optimized.parameters(), strict=True)
+        assert all(same_bits(theirs.grad, ours.grad) for theirs, ours in pairs)
+        recorded = [str(call.target) for call in latest.joint._recording.backward]
+        assert sum("convolution_backward" in name for name in recorded) == 2 * 6 + 1
+        counts.append(latest.joint.program.source.count("= convolution_backward"))
+    assert 7 < counts[1] < counts[0] < 2 * 6 + 1

@@ -34,6 +34,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any, cast
 
@@ -45,7 +46,7 @@ from fxmem.runtime.autocast import Autocast, Regions
 from fxmem.runtime.host_memory import set_aside
 from fxmem.runtime.layout import View
 from fxmem.runtime.programs.instructions import Recording
-from fxmem.runtime.programs.program import Program, program_of
+from fxmem.runtime.programs.program import Program, programs_of
 from fxmem.runtime.programs.program_call import OnFakes, ProgramCall, gated
 from fxmem.runtime.programs.recording import Inside, nothing_inside
 from fxmem.runtime.programs.written_step import Seen, bits_by, shares_casts, written_down
@@ -206,12 +207,14 @@ class JointSteps:
         if self._recording is None:
             return None
         at_once = self._gradients_are_there()
-        if at_once not in self._programs:
-            self._programs[at_once] = program_of(self._recording, at_once=at_once)
-        program = self._programs[at_once]
         if at_once not in self._too_large:
-            self._too_large[at_once] = self._too_large_by(program, leaves)
-        self._why_not = self._too_large[at_once]
+            tried = [self._programs[at_once]] if at_once in self._programs else []
+            for program in chain(tried, programs_of(self._recording, at_once=at_once)):
+                self._programs[at_once] = program
+                self._too_large[at_once] = self._too_large_by(program, leaves)
+                if not self._too_large[at_once]:
+                    break
+        program, self._why_not = self._programs[at_once], self._too_large[at_once]
         self.program = self.program if self._why_not else program
         return None if self._why_not else program
 
@@ -297,7 +300,7 @@ class JointSteps:
             if self._is_tried and not self.refusal:
                 # Sums of gradients are made beside these: where there are any, none may wait.
                 at_once = self._gradients_are_there() or max(recording.num_uses) > 1
-                program = self._programs[at_once] = program_of(recording, at_once=at_once)
+                program = self._programs[at_once] = next(programs_of(recording, at_once=at_once))
                 for in_place in (True, False):
                     with random_states_kept(devices):
                         if bits == bits_by(program, arguments, seen, self.written, in_place=in_place):

@@ -25,10 +25,12 @@ import torch
 from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import bound
 from fxmem.runtime.programs.gradient_parts import Gradient, in_parts, made_by, replayed_blocks
-from fxmem.runtime.programs.instructions import IN_PLACE, SUM, Instruction, Recording, Ref
+from fxmem.runtime.programs.in_place import InPlace
+from fxmem.runtime.programs.instructions import Instruction, Recording, Ref
+from fxmem.runtime.programs.joined_calls import joined
 from fxmem.runtime.programs.program_memory import START, Line, excess_bytes, moments_of
 from fxmem.runtime.recompute import replayed, stash_random_states
-from fxmem.torch_private import tree_leaves, without_modes
+from fxmem.torch_private import without_modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +85,29 @@ class Program:
         return replace(self, forward=forward, backward=backward, constants=tuple(constants), token=token)
 
 
-def program_of(recording: Recording, *, at_once: bool) -> Program:
-    """Return what runs ``recording`` again. ``at_once``: gradients that it gives go at once
+def programs_of(recording: Recording, *, at_once: bool) -> Iterator[Program]:
+    """Yield what runs ``recording`` again, the quickest first. ``at_once``: gradients that it gives go at once
     (:mod:`fxmem.runtime.programs.gradient_parts`)."""
+    quickest = joined(recording)
+    if quickest is not recording:
+        yield _written(recording, quickest, at_once=at_once)
+    yield _written(recording, recording, at_once=at_once)
+
+
+def _written(tape: Recording, recording: Recording, *, at_once: bool) -> Program:
     with without_modes():
-        writer = _Writer(recording, at_once=at_once)
+        writer = _Writer(tape, recording, at_once=at_once)
         if writer.excess_bytes > 0:
-            writer = _Writer(recording, at_once=at_once, early=True)
+            writer = _Writer(tape, recording, at_once=at_once, early=True)
         return writer.program()
 
 
 class _Writer:
-    def __init__(self, recording: Recording, *, at_once: bool, early: bool = False) -> None:
-        """``early``: no gradient waits that takes memory by waiting."""
+    def __init__(self, tape: Recording, recording: Recording, *, at_once: bool, early: bool = False) -> None:
+        """``tape``: what was recorded. ``recording``: what is to be written of it. ``early``: no gradient waits that takes
+        memory by waiting."""
         needed = {value for value in recording.gradients if value is not None}
-        self.recorded, self.at_once = recording, at_once
+        self.recorded, self.at_once = tape, at_once
         self.recording = recording = replace(recording, backward=_alive(recording, recording.backward, needed))
         self.scope: dict[str, Any] = {"stash": _stash, "replayed": replayed}
         self.names: dict[int, str] = {}
@@ -203,7 +213,7 @@ class _Writer:
         """Return ``instructions`` as they are run; ``kept`` lives to the end. ``given``, of a backward: what it is handed,
         which dies after its last use. ``parts``: what is handed over, by the instruction after which it is."""
         ends, last = self._ends(instructions, kept, given, parts)
-        in_place = _InPlace(self.recording, last, kept | self.gradients, given, self.arguments)
+        in_place = InPlace(self.recording, last, kept | self.gradients, given, self.arguments)
         lines = [Line(START, tuple(ends[-1]), _values(parts.get(-1, ())))] if -1 in ends or -1 in parts else []
         for place, instruction in enumerate(instructions):
             run = in_place.changed(instruction, place)
@@ -309,58 +319,6 @@ class _Writer:
         name = f"c{len(self.scope)}"
         self.scope[name] = value
         return name
-
-
-class _InPlace:
-    """Which ops are done in place (NOTE [Liveness], rule 3)."""
-
-    def __init__(
-        self,
-        recording: Recording,
-        last: dict[int, int],
-        kept: set[int],
-        given: Sequence[int],
-        arguments: dict[int, int],
-    ) -> None:
-        """``last``: by value, where it is read last. What is not among the others is made here."""
-        self._views = recording.views
-        self._others = {self._views[v].storage for v in (*given, *arguments, *recording.constants)}
-        self._ends: dict[int, float] = {}
-        for value in {*last, *kept}:
-            storage, end = self._views[value].storage, math.inf if value in kept else last[value]
-            self._ends[storage] = max(self._ends.get(storage, -1), end)
-
-    def changed(self, instruction: Instruction, place: int) -> Instruction:
-        """Return the instruction at ``place`` as it is run."""
-        target, args, result = instruction.target, instruction.args, instruction.outputs[0]
-        writing = IN_PLACE.get(target)
-        if writing is None or result is None or not isinstance(args[0], Ref):
-            return instruction
-        orders = [args]
-        if target is SUM and len(args) == 2 and isinstance(args[1], Ref) and not instruction.kwargs:
-            orders.append(args[::-1])  # a sum has the same bits
-        for order in orders:
-            others = [leaf.value for leaf in tree_leaves((order[1:], instruction.kwargs)) if isinstance(leaf, Ref)]
-            if self._may_be_written(order[0].value, others, result, place):
-                return replace(instruction, target=writing, args=order)
-        return instruction
-
-    def _may_be_written(self, value: int, others: list[int], result: int, place: int) -> bool:
-        view, sum_ = self._views[value], self._views[result]
-        alone = view.storage not in self._others and self._ends[view.storage] == place
-        alike = view._replace(storage=0) == sum_._replace(storage=0) and _fills(view)
-        return alone and alike and all(self._views[other].storage != view.storage for other in others)
-
-
-def _fills(view: View) -> bool:
-    """True if no two elements lie on each other."""
-    dims = sorted((k, n) for n, k in zip(view.size, view.stride, strict=True) if n > 1)
-    below = 1
-    for stride, size in dims:
-        if stride < below:
-            return False
-        below = stride * size
-    return True
 
 
 def _lies(views: list[View], devices: list[torch.device]) -> Callable[[Any], tuple[View, torch.device] | None]:
