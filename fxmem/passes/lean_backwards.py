@@ -36,7 +36,7 @@ from fxmem.planners import frontier_cache
 from fxmem.planners.bound import certain_bytes, lower_bound
 from fxmem.planners.pareto import cheapest_within
 from fxmem.planners.policy import matches
-from fxmem.planners.registry import PLANNERS
+from fxmem.planners.registry import AT_ONCE, PLANNERS
 from fxmem.planners.simulate import simulate, tables_of
 from fxmem.profiling.profile import Profiled
 from fxmem.runtime.compressed_ops import max_pool_input_unread
@@ -90,7 +90,7 @@ class LeanBackwards:
 
 def _with_bits_at_peaks(best: CaptureGraph, context: CompileContext, is_free: IsFree) -> CaptureGraph:
     """Return the graph with ReLUs that save bits, until a plan keeps the budget or the peak falls no more."""
-    if not relus(context.profile_of(best), is_free):
+    if not relus(context.profile_of(best), is_free) or _kept_by(context.profile_of(best), context) is not None:
         return best
     least = _Least.of(context.profile_of(best), context)
     for _ in range(MOST_ROUNDS):
@@ -141,20 +141,29 @@ def _quick_points(profiled: Profiled, context: CompileContext) -> tuple[Frontier
     return context.quick_points[id(profile)]
 
 
+def _kept_by(profiled: Profiled, context: CompileContext) -> FrontierPoint | None:
+    """Return a plan that keeps the budget, as far as one is found at once or quickly."""
+    settings = context.settings
+    if settings.plan_bytes is None:
+        return None
+    at_once = AT_ONCE.get(settings.planner)
+    found = () if at_once is None else at_once(profiled.profile, seconds=PLAN_SECONDS)
+    point = cheapest_within(found, settings.plan_bytes)
+    return point or cheapest_within(_quick_points(profiled, context), settings.plan_bytes)
+
+
 def _cheaper(graph: CaptureGraph, other: CaptureGraph, cast_bytes: int, context: CompileContext) -> CaptureGraph:
     """Return ``other``, in which indices are cast there and back, ``cast_bytes`` moved each time, if a step within the
     budget takes less time so, as far as bounds tell; where neither keeps it, the one that takes less memory."""
     if other is graph:
         return graph
     wide, narrow = (context.profile_of(each) for each in (graph, other))
-    budget_bytes = context.settings.plan_bytes
-    if budget_bytes is not None:
-        point = cheapest_within(_quick_points(wide, context), budget_bytes)
-        if point is not None:  # a plan for the other holds less, so it needs no more
-            bounds = [lower_bound(p.profile, budget_bytes, point.recompute_seconds) for p in (wide, narrow)]
-            return other if bounds[1] + 2 * context.hardware.seconds(0, cast_bytes) < bounds[0] else graph
-        if cheapest_within(_quick_points(narrow, context), budget_bytes) is not None:
-            return other
+    budget_bytes, point = context.settings.plan_bytes, _kept_by(wide, context)
+    if budget_bytes is not None and point is not None:  # a plan for the other holds less, so it needs no more
+        bounds = [lower_bound(p.profile, budget_bytes, point.recompute_seconds) for p in (wide, narrow)]
+        return other if bounds[1] + 2 * context.hardware.seconds(0, cast_bytes) < bounds[0] else graph
+    if _kept_by(narrow, context) is not None:
+        return other
     return other if _Least.of(narrow, context).is_below(_Least.of(wide, context)) else graph
 
 

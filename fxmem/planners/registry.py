@@ -17,3 +17,6 @@ PLANNERS: dict[str, Callable[..., tuple[FrontierPoint, ...]]] = {
 
 AT_BUDGET: dict[str, Callable[..., tuple[FrontierPoint, ...]]] = {"auto": portfolio.at_budget}
 """Of planners that search for one budget, once the frontier is there: ``(profile, points, budget_bytes, *, seconds)``."""
+
+AT_ONCE: dict[str, Callable[..., tuple[FrontierPoint, ...]]] = {"auto": mincut.frontier}
+"""Of planners that start from what another one finds in a small part of their time: that one."""
