@@ -104,19 +104,16 @@ class Way:
         masks: Masks | None = None,
     ) -> Iterator[None]:
         """Let a forward on ``fakes`` of a call's ``leaves`` take this way. ``without``: modules that do not run; ``masks``:
-        those of the step that the forward is a part of."""
-        with ExitStack() as stack:
-            if self.looks is None:
-                stack.enter_context(seeing_values(leaves, fakes))
-                stack.enter_context(BranchReads(self.answer))
-            else:
-                absent = {id(module) for module in without}
-                looks = [look for look in self.looks if absent.isdisjoint(look.inside)]
-                answers = _Answers(looks, masks or Masks())
-                stack.enter_context(tracing_answered_by(lambda _: False))
-                stack.enter_context(answers)
-                stack.enter_context(_CopiesAnswered(answers))
+        those of the step that the forward is a part of. Errors: ``OtherWayError`` if it looks at other values, or fewer."""
+        if self.looks is None:
+            with seeing_values(leaves, fakes), BranchReads(self.answer):
+                yield
+            return
+        absent = {id(module) for module in without}
+        answers = _Answers([look for look in self.looks if absent.isdisjoint(look.inside)], masks or Masks())
+        with tracing_answered_by(lambda _: False), answers, _CopiesAnswered(answers):
             yield
+        answers.end()
 
 
 GUESSES = Way(), Way(answer=True)
@@ -273,6 +270,12 @@ class _Answers(TorchDispatchMode):
         if look is None or look.what is not what:
             raise OtherWayError(f"{what} looks at values where {None if look is None else look.what} did")
         return look.made
+
+    def end(self) -> None:
+        """Errors: ``OtherWayError`` if looks are left."""
+        look = next(self._left, None)
+        if look is not None:
+            raise OtherWayError(f"nothing looks at values where {look.what} did")
 
 
 class Masks(TorchDispatchMode):

@@ -17,7 +17,7 @@ from torch import fx
 from fxmem.capture.advice import kind_of_call
 from fxmem.capture.graph import CaptureGraph, Inputs, state_as_moved
 from fxmem.capture.value_guards import seeing_values
-from fxmem.capture.ways import Masks, Way
+from fxmem.capture.ways import Masks, OtherWayError, Way, ways_of
 from fxmem.errors import InputError, VerificationError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
@@ -162,7 +162,23 @@ def step_in_parts(
     way: Way,
 ) -> FakeStep:
     """Return what a training step of ``model`` takes whose ``parts`` run the graphs emitted for them, and all else as it
-    is. Where the model looks at values it goes this ``way``. Errors: ``OtherWayError`` where it cannot."""
+    is. Where the model looks at values it goes this ``way``, or that of this call where an earlier one left another state:
+    an object that the first forward makes. Errors: ``OtherWayError`` where it can go neither."""
+    try:
+        return _step_along(way, model, parts, inputs, step, autocast)
+    except OtherWayError as error:
+        error.__traceback__ = None  # its frames, in a cycle, would keep outputs of the user's that are let go of
+    return _step_along(ways_of(model, inputs, autocast)[0], model, parts, inputs, step, autocast)
+
+
+def _step_along(
+    way: Way,
+    model: torch.nn.Module,
+    parts: Sequence[EmittedPart],
+    inputs: Inputs,
+    step: TrainingStep,
+    autocast: Autocast | None,
+) -> FakeStep:
     modules, masks = list(dict.fromkeys(part.module for part in parts)), Masks()
 
     def forward(leaves: list[Any]) -> Any:

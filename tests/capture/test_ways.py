@@ -105,6 +105,21 @@ def test_looks_of_a_part_that_does_not_run_are_passed_over() -> None:
         on_fakes(model, way)
 
 
+def test_a_forward_that_looks_at_less_than_was_noted_goes_another_way() -> None:
+    class Whole(nn.Module):
+        largest: int | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (self.largest or int(x.max()))
+
+    model = Whole()
+    way = way_of(model)
+    assert on_fakes(model, way).shape == X.shape
+    model.largest = 1
+    with pytest.raises(OtherWayError, match="nothing looks at values where"):
+        on_fakes(model, way)
+
+
 def test_without_values_a_way_is_a_guess() -> None:
     model = Looks().to("meta")
     assert ways_of(model, Inputs.of((X.to("meta"),), {}), None) == GUESSES
