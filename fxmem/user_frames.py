@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from linecache import getline
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -42,6 +43,14 @@ def modules_called() -> Iterator[torch.nn.Module]:
     for frame in _frames(inspect.currentframe()):
         if frame.f_code is _MODULE_CALL.__code__:
             yield frame.f_locals["self"]
+
+
+def place_of_user() -> tuple[CodeType, object] | None:
+    """Return where the user's code is: the innermost function of it on the stack, and the piece of its text that runs."""
+    frame = next(frames_of_user(sys._getframe()), None)
+    if frame is None:
+        return None
+    return frame.f_code, next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
 
 
 def lines_of_forwards() -> str:

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -248,15 +249,25 @@ def _num_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def _too_large(model: nn.Module) -> Untrainable | None:
+    num = _num_parameters(model)
+    return Untrainable(f"it has {num / 1e6:.0f} M parameters") if num > MOST_PARAMETERS else None
+
+
 def _trains(
     build: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> Exception | None:
     """Return why eager cannot build the model or, with arguments given, not train it; None if it can."""
+    too_large: Untrainable | None = None
     try:
+        with suppress(Exception), torch.device("meta"):  # before it takes memory, where that tells
+            too_large = _too_large(build())
+        if too_large is not None:
+            raise too_large
         torch.manual_seed(SEED)
         model = build()
-        if _num_parameters(model) > MOST_PARAMETERS:
-            raise Untrainable(f"it has {_num_parameters(model) / 1e6:.0f} M parameters")
+        if (too_large := _too_large(model)) is not None:
+            raise too_large
         if args or kwargs:
             output = model(*args, **(kwargs or {}))
             (output.loss if "labels" in (kwargs or {}) else sum_of_means(output)).backward()

@@ -145,8 +145,7 @@ def _calls(
 
     fakes = Inputs(tuple(world.fake_all(leaf) for leaf in inputs.leaves), inputs.spec)
     args, kwargs = fakes.call()
-    # What cannot run on fakes either ends the search there.
-    with suppress(Exception, TooManyLooks), ExitStack() as stack:
+    with ExitStack() as stack:
         for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -156,9 +155,9 @@ def _calls(
         stack.enter_context(ScalarReads())
         stack.enter_context(way.taken(inputs.leaves, fakes.leaves))
         stack.enter_context(autocast.enter() if autocast else nullcontext())
+        stack.enter_context(suppress(Exception, TooManyLooks))  # what cannot run on fakes either ends the search there
         stack.enter_context(FewLooks(MOST_LOOKS if way.looks is None else len(way.looks)))
         model(*args, **kwargs)
-        stack.close()  # nothing may be left of the way
         to_the_end = True
     return calls, to_the_end
 

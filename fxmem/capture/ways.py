@@ -1,10 +1,11 @@
 """Which way a call takes through a model that looks at values: noted from one real forward, taken again on fakes.
 
 In: a model and a call's real inputs. Out: a :class:`Way`, what followed from values in the order in which it did: numbers
-and conditions read from tensors, and the shapes of what is chosen by a mask. A forward on fakes that is answered alike
-takes the same branches, runs its loops as often and makes tensors of the same sizes. The real forward runs without grad,
-and what it writes is put back. Where there are no values, or the real forward fails, a way is a guess: every number reads
-as 1, and every condition has one answer.
+and conditions read from tensors, and the shapes of what is chosen by a mask, each with the place in the code that looked. A
+forward on fakes that is answered alike takes the same branches, runs its loops as often and makes tensors of the same
+sizes. It may look less: not for padding while it is traced, nor to make what an earlier forward has made. The real forward
+runs without grad, and what it writes is put back. Where there are no values, or the real forward fails, a way is a guess:
+every number reads as 1, and every condition has one answer.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fxmem.torch_private import (
     storage_key,
     tree_map_only,
 )
-from fxmem.user_frames import modules_called
+from fxmem.user_frames import modules_called, place_of_user
 
 MOST_NOTED = 100_000
 """Looks at values in one forward; what has more is not followed."""
@@ -72,9 +73,11 @@ class _Blank:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """One look at values: ``what`` looked, ``made`` is what it returned, ``inside`` has the ids of the modules that ran."""
+    """One look at values: ``what`` looked, at ``place`` in the user's code, ``made`` is what it returned, ``inside`` are the
+    ids of the modules that ran."""
 
     what: Any
+    place: Any
     made: Any
     inside: frozenset[int]
 
@@ -104,7 +107,7 @@ class Way:
         masks: Masks | None = None,
     ) -> Iterator[None]:
         """Let a forward on ``fakes`` of a call's ``leaves`` take this way. ``without``: modules that do not run; ``masks``:
-        those of the step that the forward is a part of. Errors: ``OtherWayError`` if it looks at other values, or fewer."""
+        those of the step that the forward is a part of. Errors: ``OtherWayError`` if it looks where nothing did."""
         if self.looks is None:
             with seeing_values(leaves, fakes), BranchReads(self.answer):
                 yield
@@ -113,7 +116,6 @@ class Way:
         answers = _Answers([look for look in self.looks if absent.isdisjoint(look.inside)], masks or Masks())
         with tracing_answered_by(lambda _: False), answers, _CopiesAnswered(answers):
             yield
-        answers.end()
 
 
 GUESSES = Way(), Way(answer=True)
@@ -190,7 +192,7 @@ class _Noted(TorchDispatchMode):
 
     def note(self, what: Any, made: Any) -> None:
         if len(self.looks) < MOST_NOTED:
-            self.looks.append(_Look(what, made, frozenset(map(id, modules_called()))))
+            self.looks.append(_Look(what, place_of_user(), made, frozenset(map(id, modules_called()))))
 
     def _keep(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
@@ -221,7 +223,9 @@ def _reads_by_mask(func: Any, args: Any) -> bool:
 
 
 def _follows_from_values(func: Any, args: Any) -> bool:
-    return _reads_by_mask(func, args) or func in _SIZED or not FROM_VALUES.isdisjoint(func.tags)
+    if func in _BY_INDICES:  # by numbers it takes as many elements as there are numbers
+        return _reads_by_mask(func, args)
+    return func in _SIZED or not FROM_VALUES.isdisjoint(func.tags)
 
 
 def _blank(tensor: torch.Tensor) -> _Blank:
@@ -265,17 +269,13 @@ class _Answers(TorchDispatchMode):
         return tree_map_only(_Blank, lambda blank: blank.made(device), self.next(func))
 
     def next(self, what: Any) -> Any:
-        """Return what ``what`` returned. Errors: ``OtherWayError`` if it was not what looked."""
-        look = next(self._left, None)
-        if look is None or look.what is not what:
-            raise OtherWayError(f"{what} looks at values where {None if look is None else look.what} did")
-        return look.made
-
-    def end(self) -> None:
-        """Errors: ``OtherWayError`` if looks are left."""
-        look = next(self._left, None)
-        if look is not None:
-            raise OtherWayError(f"nothing looks at values where {look.what} did")
+        """Return what ``what`` returned there. Errors: ``OtherWayError`` if no look that is left was from there."""
+        place = place_of_user()
+        for look in self._left:
+            if look.what is what and look.place == place:
+                return look.made
+        where = "" if place is None else f" ({place[0].co_qualname}, {place[0].co_filename})"
+        raise OtherWayError(f"{what} looks at values where nothing did{where}")
 
 
 class Masks(TorchDispatchMode):

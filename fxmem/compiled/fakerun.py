@@ -27,8 +27,8 @@ from torch import fx
 
 from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.joint import is_tangent, outputs_of
-from fxmem.compiled.lower import NO_LEVERS, Levers, Wrapper, function_of, lowered_backward, lowered_forward
-from fxmem.compiled.scratch import scratch_bytes
+from fxmem.compiled.lower import LAID_OUT, NO_LEVERS, Levers, Wrapper, function_of, lowered_backward, lowered_forward
+from fxmem.compiled.scratch import op_seconds, scratch_bytes
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.errors import FxMemError, ProfileError, first_lines
 from fxmem.fake.attention import torch_release
@@ -39,6 +39,7 @@ from fxmem.profiling.step_events import StepLog
 from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.torch_private import FakeTensorMode, OpOverload, storage_key, tree_leaves
 
+aten = torch.ops.aten
 HOLDS_TANGENTS = torch_release() < (2, 13)
 """Whether AOTAutograd keeps the gradients that a backward is given until its code has run."""
 ROOM_BYTES = 4 * MOST_UNSPLIT_BYTES
@@ -66,6 +67,10 @@ class StepRun:
     """What the end of the step takes, gradients and the optimizer's step: no plan changes that."""
     vertical_only: bool = False
     """Whether a backward has kernels that are not fused horizontally."""
+    laid_out_seconds: float = 0.0
+    """Of ``seconds``: of what layouts decide, convolutions and copies from one layout to another; 0 if not measured."""
+    measured_seconds: float = 0.0
+    """What these take on this machine."""
 
     @property
     def needed_bytes(self) -> int:
@@ -153,15 +158,20 @@ class LoweredGraph:
 
 
 def run_step(
-    graphs: Sequence[LoweredGraph], calls: Sequence[GraphCall], around: Surroundings, hardware: Hardware
+    graphs: Sequence[LoweredGraph],
+    calls: Sequence[GraphCall],
+    around: Surroundings,
+    hardware: Hardware,
+    *,
+    measures: bool = False,
 ) -> StepRun:
     """Run the forwards of ``graphs`` in order, then their backwards, the last one first. Strides of saved tensors are those
-    that a forward's code gives them.
+    that a forward's code gives them. ``measures``: convolutions are timed.
 
     Errors: ``ProfileError`` if the generated code calls what is not known, which is never counted as nothing.
     """
     with unknown_code_told():
-        return _Run(graphs, calls, around, hardware).step()
+        return _Run(graphs, calls, around, hardware, measures).step()
 
 
 def least_of(usual: StepRun, enough_bytes: float, other: Callable[[], StepRun]) -> StepRun:
@@ -185,10 +195,17 @@ def unknown_code_told() -> Iterator[None]:
 
 class _Run:
     def __init__(
-        self, graphs: Sequence[LoweredGraph], calls: Sequence[GraphCall], around: Surroundings, hardware: Hardware
+        self,
+        graphs: Sequence[LoweredGraph],
+        calls: Sequence[GraphCall],
+        around: Surroundings,
+        hardware: Hardware,
+        measures: bool,
     ) -> None:
-        self._graphs, self._calls, self._around, self._hardware = graphs, calls, around, hardware
-        self._seconds, self._scratch_peak, self._trial_peak = 0.0, 0, 0
+        self._graphs, self._calls, self._around = graphs, calls, around
+        self._hardware, self._measures = hardware, measures
+        self._seconds = self._laid_out_seconds = self._measured_seconds = 0.0
+        self._scratch_peak = self._trial_peak = 0
         self._log = log = StepLog()
         self._tracker = StorageTracker(log.note, self._note_op, around.memory, log.note_library, log.note_workspace)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -224,8 +241,9 @@ class _Run:
         most = 0 if around.memory.model is None else max(allocated + ROOM_BYTES, self._first_peak(allocated - peak))
         is_vertical = any(graph.levers.vertical_only for graph in self._graphs)
         return StepRun(
-            allocated, forward_peak, saved_bytes, backward_peak, end, self._seconds, most, floor, is_vertical
-        )
+            allocated, forward_peak, saved_bytes, backward_peak, end, self._seconds, most, floor, is_vertical,
+            self._laid_out_seconds, self._measured_seconds,
+        )  # fmt: skip
 
     def _run_forward(self, graph: LoweredGraph, call: GraphCall) -> list[Any]:
         """Return what a call saves."""
@@ -258,9 +276,21 @@ class _Run:
                     is_first = source not in self._gradients  # a further one is added in place
                     if isinstance(gradient, torch.Tensor) and is_first:
                         of_call = isinstance(source, Source)
-                        self._gradients[source] = gradient if of_call else _laid_out_as(inputs[place], gradient)
+                        self._gradients[source] = gradient if of_call else self._laid_out_as(inputs[place], gradient)
                     del gradient
         del held
+
+    def _laid_out_as(self, parameter: Any, gradient: Any) -> Any:
+        """Return the gradient as autograd keeps it: a copy where it is not laid out as its parameter is."""
+        if not isinstance(gradient, torch.Tensor) or not isinstance(parameter, torch.Tensor):
+            return gradient
+        if _lies_as(gradient, parameter.stride()):
+            return gradient
+        copied = torch.empty_like(parameter, dtype=gradient.dtype)
+        self._seconds += self._hardware.seconds(0, 2 * copied.numel() * copied.element_size())
+        if self._measures:
+            self._time_copy(copied, gradient)
+        return copied
 
     def _tangents(self, number: int, graph: LoweredGraph) -> list[Any]:
         """Return gradients of a call's outputs: what later calls gave them, else what is made outside of the graphs."""
@@ -312,6 +342,12 @@ class _Run:
         self._trial_peak = max(self._trial_peak, self._tracker.live_bytes + copied)
         moved = sum(a.numel() * a.element_size() for a in args if isinstance(a, torch.Tensor))
         self._seconds += self._hardware.seconds(0, moved)
+        for target, source in _transposed(args, changed) if self._measures else ():
+            self._time_copy(target, source)
+
+    def _time_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._laid_out_seconds += self._hardware.seconds(0, 2 * target.numel() * target.element_size())
+        self._measured_seconds += op_seconds(aten.copy_.default, (target, source), {})
 
     def _note_op(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         if not isinstance(func, OpOverload) or func.is_view or "empty" in func.overloadpacket.__name__:
@@ -321,16 +357,30 @@ class _Run:
         tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, torch.Tensor)]
         moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-        self._seconds += self._hardware.seconds(flops_of(func, args, kwargs, output), moved)
+        seconds = self._hardware.seconds(flops_of(func, args, kwargs, output), moved)
+        self._seconds += seconds
+        if self._measures and func in LAID_OUT:
+            self._laid_out_seconds += seconds
+            self._measured_seconds += op_seconds(func, args, kwargs)
 
 
-def _laid_out_as(parameter: Any, gradient: Any) -> Any:
-    """Return the gradient as autograd keeps it: a new one where it is not laid out as its parameter is."""
-    if not isinstance(gradient, torch.Tensor) or not isinstance(parameter, torch.Tensor):
-        return gradient
-    layouts = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
-    same = all(mine == its for size, mine, its in layouts if size != 1)
-    return gradient if same else torch.empty_like(parameter, dtype=gradient.dtype)
+def _transposed(args: Sequence[Any], changed: Sequence[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield what a kernel writes in another layout than that in which it reads the same shape, each with what it reads."""
+    written = {id(t) for t in changed}
+    read = [a for a in args if isinstance(a, torch.Tensor) and id(a) not in written]
+    for target in changed:
+        source = next((t for t in read if _is_same(t, target) and not _lies_as(t, target.stride())), None)
+        if source is not None:
+            read = [t for t in read if t is not source]
+            yield target, source
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _lies_as(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    return all(a == b for size, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True) if size != 1)
 
 
 def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:

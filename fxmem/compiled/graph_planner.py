@@ -49,6 +49,8 @@ class GraphPlanner:
     candidates: Candidates[FrontierPoint]
     as_laid_out: Candidates[FrontierPoint] | None
     """The same, lowered with convolutions laid out as they are; None where that changes nothing."""
+    measures: bool
+    """Whether convolutions are timed in both."""
     started_at: float
     """When planning began, by ``time.perf_counter``."""
 
@@ -66,14 +68,23 @@ class GraphPlanner:
         hardware = settings.hardware or hardware_for(device)
         profile = profile_of(kernels, around, hardware)
         key = signature_of(
-            joint, num_outputs, around, hardware, settings.policy, settings.planner, settings.plan_seconds
+            joint,
+            num_outputs,
+            around,
+            hardware,
+            settings.policy,
+            settings.planner,
+            settings.plan_seconds,
+            settings.measure,
         )
         if key not in _KNOWN:
             while len(_KNOWN) >= MOST_KEPT:
                 del _KNOWN[next(iter(_KNOWN))]
             candidates = Candidates.of(recomputing_frontier(profile, settings))
             _KNOWN[key] = candidates, Candidates(candidates.points) if lays_out(joint) else None
-        return GraphPlanner(kernels, profile, around, hardware, static, *_KNOWN[key], start)
+        usual, as_laid_out = _KNOWN[key]
+        measures = settings.measure and as_laid_out is not None
+        return GraphPlanner(kernels, profile, around, hardware, static, usual, as_laid_out, measures, start)
 
     def again(self, joint: fx.GraphModule, static: Sequence[int] | None) -> GraphPlanner:
         """Return the same for the same graph, traced once more: its plans, written into the new nodes."""
@@ -123,7 +134,7 @@ class GraphPlanner:
 
     def _run(self, point: FrontierPoint, layouts_left: bool, enough_bytes: float) -> StepRun:
         def run(graph: LoweredGraph) -> StepRun:
-            return run_step([graph], ALONE, self.around, self.hardware)
+            return run_step([graph], ALONE, self.around, self.hardware, measures=self.measures)
 
         graph = self.lowered(point.plan, Levers(layouts_left))
         return least_of(run(graph), enough_bytes, lambda: run(graph.vertical()))

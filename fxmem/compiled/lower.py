@@ -39,7 +39,7 @@ from fxmem.op_facts.lookup import with_role
 from fxmem.torch_patches.replacing import replaced, replaced_here
 from fxmem.torch_private import FakeTensor
 
-_LAID_OUT = with_role(CompiledRole, "laid out")
+LAID_OUT = with_role(CompiledRole, "laid out")
 Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.GraphModule, fx.GraphModule]]
 """Called with a joint graph, the number of the forward's outputs, and the places of inputs at fixed addresses."""
 
@@ -118,7 +118,7 @@ def compiled(
 def lays_out(graph_module: fx.GraphModule) -> bool:
     """True if Inductor would copy the weights of a graph's convolutions to channels last, on the CPU, where a convolution
     lays out what it is given by itself."""
-    found = [node for node in graph_module.graph.nodes if node.target in _LAID_OUT]
+    found = [node for node in graph_module.graph.nodes if node.target in LAID_OUT]
     on_cpu = all(n.args[1].meta["val"].device.type == "cpu" for n in found)
     return (
         bool(found) and on_cpu and inductor_config.layout_optimization and not inductor_config.force_layout_optimization

@@ -24,7 +24,7 @@ class CompiledReport(PlainData):
     keep_all_seconds: float
     """Estimated time of the step with nothing recomputed but what is free."""
     overhead_seconds: float
-    """Estimated time of what is recomputed in one step."""
+    """Estimated time of what is recomputed in one step, and of other layouts, which may be less than nothing."""
     overhead_ratio: float
     """``overhead_seconds`` over ``keep_all_seconds``."""
     num_kernels: int
@@ -66,7 +66,7 @@ class CompiledCost(PlainData):
     peak_bytes: int
     """Of the code that Inductor generates for the plan, run on fakes."""
     overhead_seconds: float
-    """Estimated time of what is recomputed in one step."""
+    """Estimated time of what is recomputed in one step, and of other layouts."""
     overhead_ratio: float
     """``overhead_seconds`` over the estimated time of the step with nothing recomputed."""
 

@@ -1,9 +1,10 @@
-"""What an op takes inside while it runs, on the CPU: measured, once for each op and shape.
+"""What an op takes inside while it runs, on the CPU, and how long: measured, once for each op and shape.
 
-In: a call of an op on fakes. Out: the most bytes beside its inputs and results. oneDNN's convolutions lay weights
+In: a call of an op on fakes. Out: the most bytes beside its inputs and results; seconds. oneDNN's convolutions lay weights
 out anew inside of the op, and a copy to transposed memory goes through a block, also where a matrix product copies what it
 adds to: neither fakes nor the code around it show that, and it depends on the machine. So the op is run on zeros of the
-same layout, and the CPU allocator's own events are read. What was measured is kept for the process.
+same layout, and the CPU allocator's own events are read. How long a convolution takes depends on how its inputs lie, in one
+model by a quarter more, in another by a quarter less: no table tells. What was measured is kept for the process.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from typing import Any
 
 import torch
 
+from fxmem.profiling.op_benchmark import median_seconds
 from fxmem.torch_private import OpOverload, tree_map_only, without_modes
 
 _MEASURED: dict[str, int] = {}
 """By op and layout of its arguments."""
+_TIMED: dict[str, float] = {}
+"""The same, seconds."""
 _NAMESPACES = frozenset({"aten", "mkldnn", "onednn"})
 _WITHOUT = frozenset({"fill_", "zero_"})
 """Ops that write where they are told to."""
@@ -30,13 +34,27 @@ def scratch_bytes(op: Any, args: Any, kwargs: Any) -> int:
     """Return the most that ``op`` holds beside arguments and results; 0 of ops that run elsewhere, or are views."""
     if not isinstance(op, OpOverload) or not _is_measured(op):
         return 0
-    key = f"{op} {tree_map_only(torch.Tensor, _layout, (args, kwargs))}"
+    key = _key(op, args, kwargs)
     if "cuda" in key:
         return 0
     if key not in _MEASURED:
         with without_modes(), torch.no_grad():
             _MEASURED[key] = _measured(op, *tree_map_only(torch.Tensor, _zeros, (args, kwargs)))
     return _MEASURED[key]
+
+
+def op_seconds(op: OpOverload, args: Any, kwargs: Any) -> float:
+    """Return how long ``op`` takes on the CPU, on zeros that lie as its arguments do."""
+    key = _key(op, args, kwargs)
+    if key not in _TIMED:
+        with without_modes(), torch.no_grad():
+            given, named = tree_map_only(torch.Tensor, _zeros, (args, kwargs))
+            _TIMED[key] = median_seconds(lambda: op(*given, **named), torch.device("cpu"))
+    return _TIMED[key]
+
+
+def _key(op: OpOverload, args: Any, kwargs: Any) -> str:
+    return f"{op} {tree_map_only(torch.Tensor, _layout, (args, kwargs))}"
 
 
 def _is_measured(op: OpOverload) -> bool:

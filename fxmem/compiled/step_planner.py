@@ -136,7 +136,8 @@ class StepPlanner:
 
     def _run(self, variants: Sequence[Variant]) -> StepRun:
         graphs = [graph.code(variant) for graph, variant in zip(self.graphs, variants, strict=True)]
-        return run_step(graphs, self.calls, self.around, self.graphs[0].planner.hardware)
+        measures = any(graph.planner.measures for graph in self.graphs)
+        return run_step(graphs, self.calls, self.around, self.graphs[0].planner.hardware, measures=measures)
 
 
 def path(frontiers: Sequence[Sequence[FrontierPoint]]) -> Iterator[Combination]:

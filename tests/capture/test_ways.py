@@ -101,23 +101,38 @@ def test_looks_of_a_part_that_does_not_run_are_passed_over() -> None:
     way = way_of(model)
     model.replaced = True
     assert on_fakes(model, way, [model.part]).shape == ()
-    with pytest.raises(OtherWayError, match="looks at values where"):
+    way = way_of(model)
+    model.replaced = False
+    with pytest.raises(OtherWayError, match="looks at values where nothing did"):
         on_fakes(model, way)
 
 
-def test_a_forward_that_looks_at_less_than_was_noted_goes_another_way() -> None:
+def test_a_forward_that_looks_less_is_answered_by_place() -> None:
     class Whole(nn.Module):
         largest: int | None = None
 
         def forward(self, x: Tensor) -> Tensor:
-            return x * (self.largest or int(x.max()))
+            factor = self.largest or int(x.max())
+            return x.repeat(int((x > 0).sum()), 1) * factor
 
     model = Whole()
     way = way_of(model)
-    assert on_fakes(model, way).shape == X.shape
+    expected = on_fakes(model, way).shape
     model.largest = 1
-    with pytest.raises(OtherWayError, match="nothing looks at values where"):
-        on_fakes(model, way)
+    assert on_fakes(model, way).shape == expected == model(X).shape
+
+
+def test_indices_that_are_numbers_are_no_look_at_values() -> None:
+    """As many elements are taken as there are numbers: graphs of parts may take them too, whose looks are none's."""
+
+    class Whole(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[[1, 0]] * int(x.max())
+
+    way = way_of(Whole())
+    assert way.looks is not None
+    assert len(way.looks) == 1
+    assert on_fakes(Whole(), way).shape == (2, 2)
 
 
 def test_without_values_a_way_is_a_guess() -> None:
