@@ -73,8 +73,8 @@ class _Blank:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """One look at values: ``what`` looked, at ``place`` in the user's code, ``made`` is what it returned, ``inside`` has ids of
-    the modules that ran."""
+    """One look at values: ``what`` looked, at ``place`` in the user's code, and returned ``made``; ``inside`` has the ids of the
+    modules that ran."""
 
     what: Any
     place: Any
