@@ -73,7 +73,7 @@ class _Blank:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """One look at values: ``what`` looked, at ``place`` in the user's code, and returned ``made``; ``inside`` has the ids of the
+    """One look at values: ``what`` looked, at ``place`` in the user's code, and returned ``made``; ``inside``: the ids of
     modules that ran."""
 
     what: Any
