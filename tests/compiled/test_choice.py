@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxmem.compiled.choice import NUM_CANDIDATES, Candidates
+from fxmem.compiled.choice import NUM_CANDIDATES, Candidates, Choices
 from fxmem.compiled.fakerun import StepRun, least_of
 from fxmem.ir import FrontierPoint, Plan
 
@@ -129,3 +129,40 @@ def test_other_code_is_taken_only_if_it_takes_less() -> None:
     assert least_of(usual, 100, lambda: less) is usual
     assert least_of(usual, 99, lambda: more) is usual
     assert least_of(usual, 99, lambda: less) is less
+
+
+def choices(usual_seconds: float, left_seconds: float) -> Choices:
+    """Return choices of a step of a second, half of it in convolutions, which take so long when timed; layouts as they are
+    take 300 bytes less, and each candidate a byte less and a hundredth of a second more."""
+    points = tuple(FrontierPoint(Plan("test", (i,)), 1000 - i, i / 100) for i in range(NUM_CANDIDATES))
+
+    def run(point: FrontierPoint, layouts_left: bool, _: float) -> StepRun:
+        peak = 1000 - point.plan.limits[0] - 300 * layouts_left
+        seconds = left_seconds if layouts_left else usual_seconds
+        return replace(run_of(peak), laid_out_seconds=0.5, measured_seconds=seconds)
+
+    return Choices(Candidates(points), Candidates(points), run)
+
+
+@pytest.mark.parametrize(
+    ("left_seconds", "share", "at_995"), [(3.0, 0.25, False), (2.04, 0.01, True), (1.9, 0.0, True), (1.0, -0.25, True)]
+)
+def test_layouts_are_left_where_convolutions_are_so_much_quicker_or_cost_less_than_recomputing(
+    left_seconds: float, share: float, at_995: bool
+) -> None:
+    """Timed with layouts as Inductor has them: two seconds."""
+    tried = choices(2.0, left_seconds)
+    assert tried.layout_seconds == pytest.approx(share)
+    free, short, shorter = (tried.cheapest_within(budget) for budget in (math.inf, 995, 700))
+    assert free is not None
+    assert short is not None
+    assert shorter is not None
+    assert free.layouts_left == (share < 0)
+    assert tried.overhead_ratio(free) == pytest.approx(min(share, 0.0))
+    assert short.layouts_left == at_995
+    assert shorter.layouts_left
+    assert tried.overhead_ratio(free) <= tried.overhead_ratio(short) <= tried.overhead_ratio(shorter)
+
+
+def test_what_is_not_timed_is_taken_to_cost_a_twentieth() -> None:
+    assert choices(0.0, 0.0).layout_seconds == pytest.approx(0.05)
