@@ -276,21 +276,18 @@ class _Run:
                     is_first = source not in self._gradients  # a further one is added in place
                     if isinstance(gradient, torch.Tensor) and is_first:
                         of_call = isinstance(source, Source)
-                        self._gradients[source] = gradient if of_call else self._laid_out_as(inputs[place], gradient)
+                        self._gradients[source] = gradient if of_call else self._kept(inputs[place], gradient)
                     del gradient
         del held
 
-    def _laid_out_as(self, parameter: Any, gradient: Any) -> Any:
-        """Return the gradient as autograd keeps it: a copy where it is not laid out as its parameter is."""
-        if not isinstance(gradient, torch.Tensor) or not isinstance(parameter, torch.Tensor):
-            return gradient
-        if _lies_as(gradient, parameter.stride()):
-            return gradient
-        copied = torch.empty_like(parameter, dtype=gradient.dtype)
-        self._seconds += self._hardware.seconds(0, 2 * copied.numel() * copied.element_size())
-        if self._measures:
-            self._time_copy(copied, gradient)
-        return copied
+    def _kept(self, parameter: Any, gradient: Any) -> Any:
+        """Return the gradient as autograd keeps it, and count what copying it takes."""
+        kept = _laid_out_as(parameter, gradient)
+        if kept is not gradient:
+            self._seconds += self._hardware.seconds(0, 2 * kept.numel() * kept.element_size())
+            if self._measures:
+                self._time_copy(kept, gradient)
+        return kept
 
     def _tangents(self, number: int, graph: LoweredGraph) -> list[Any]:
         """Return gradients of a call's outputs: what later calls gave them, else what is made outside of the graphs."""
@@ -369,14 +366,19 @@ def _transposed(args: Sequence[Any], changed: Sequence[Any]) -> Iterator[tuple[t
     written = {id(t) for t in changed}
     read = [a for a in args if isinstance(a, torch.Tensor) and id(a) not in written]
     for target in changed:
-        source = next((t for t in read if _is_same(t, target) and not _lies_as(t, target.stride())), None)
+        alike = (t for t in read if t.shape == target.shape and t.dtype == target.dtype)
+        source = next((t for t in alike if not _lies_as(t, target.stride())), None)
         if source is not None:
             read = [t for t in read if t is not source]
             yield target, source
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def _laid_out_as(parameter: Any, gradient: Any) -> Any:
+    """Return the gradient as autograd keeps it: a new one where it is not laid out as its parameter is."""
+    if not isinstance(gradient, torch.Tensor) or not isinstance(parameter, torch.Tensor):
+        return gradient
+    is_alike = _lies_as(gradient, parameter.stride())
+    return gradient if is_alike else torch.empty_like(parameter, dtype=gradient.dtype)
 
 
 def _lies_as(tensor: torch.Tensor, strides: Sequence[int]) -> bool:

@@ -18,7 +18,7 @@ from torch._inductor import config as inductor_config
 
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
-from fxmem.compiled import choice
+from fxmem.compiled import choice, fakerun, graph_planner
 from fxmem.compiled.fakerun import _laid_out_as
 from fxmem.compiled.refusals import check_one_graph
 from tests.compiled.models import OPTIONS, Net, batch
@@ -100,6 +100,25 @@ def test_copies_of_weights_to_channels_last_are_spared_where_memory_is_short() -
         expected = gradients_of(model, plain, x, y)
     assert all(map(torch.equal, expected, gradients_of(spared, spared, x, y)))
     assert inductor_config.layout_optimization
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quicker", ["channels last", "as they are"])
+def test_layouts_are_left_without_need_where_convolutions_are_quicker_so(
+    quicker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(op: Any, args: Any, kwargs: Any) -> float:
+        is_last = any(t.dim() == 4 and t.stride(1) == 1 for t in args if isinstance(t, torch.Tensor))
+        return 1.0 if is_last == (quicker == "channels last") else 2.0
+
+    monkeypatch.setattr(fakerun, "op_seconds", seconds)
+    monkeypatch.setattr(graph_planner, "_KNOWN", {})
+    torch.manual_seed(0)
+    model, x, y = Convolutions(), torch.randn(2, 64, 8, 8), torch.randint(64, (2,))
+    options = {**OPTIONS, "loss_fn": lambda output: F.cross_entropy(output, y), "optimizer": "sgd", "cost": "measure"}
+    report = fxmem.optimize(model, x, **options).fxmem.report
+    assert report.layouts_left == (quicker == "as they are")
+    assert (report.overhead_ratio < -0.05) == report.layouts_left
 
 
 class Masked(nn.Module):

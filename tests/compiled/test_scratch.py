@@ -41,3 +41,15 @@ def test_random_ops_are_not_run_to_be_measured() -> None:
     before = torch.get_rng_state()
     assert scratch.scratch_bytes(aten.bernoulli.default, (torch.ones(64),), {}) == 0
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_op_is_timed_once_for_each_layout_on_fakes_too() -> None:
+    with FakeTensorMode():
+        x, weight = torch.empty(2, 8, 16, 16), torch.empty(8, 8, 3, 3)
+        rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        before = len(scratch._TIMED)
+        found = scratch.op_seconds(aten.convolution.default, (x, weight, *rest), {})
+        assert 0 < found < 1
+        assert scratch.op_seconds(aten.convolution.default, (x, weight, *rest), {}) == found
+        scratch.op_seconds(aten.convolution.default, (x.to(memory_format=torch.channels_last), weight, *rest), {})
+    assert len(scratch._TIMED) == before + 2
