@@ -5,13 +5,14 @@ In: a frontier, a function that lowers a plan and runs it on fakes. Out: a plan 
 NOTE [Monotone budgets]
 
 1. Candidates are a fixed, small part of the frontier, whatever the budget: the first keeps all, the last is the deepest.
+   Between two of them are a few finer ones.
 2. A candidate fits a budget where neither its lowered step takes more, nor its plan as the planner sees it, plus what the
    first one takes, lowered, above that. The second is known without lowering and is of no budget's doing either. It is
    nearly right, and low rather than high: plans that recompute more are lowered to what takes somewhat more than planned.
    Of the deepest one only what is lowered counts, so that nothing is refused that fits.
-3. A budget takes the first that fits. What fits a lower budget fits a higher one, so more bytes never cost more time,
-   though peaks of lowered plans need not fall as the planner's do. Two to four are lowered for most budgets, more where
-   none of many takes as little as planned.
+3. A budget takes the first that fits, or of the finer ones just before it the first that fits and gains :data:`GAIN`. What
+   fits a lower budget fits a higher one, so more bytes never cost more time, though peaks of lowered plans need not fall as
+   the planner's do. Two to five are lowered for most budgets, more where none of many takes as little as planned.
 4. Where keeping all takes no more than the end of the step, which no plan changes, nothing takes less.
 
 NOTE [Layouts]
@@ -28,7 +29,7 @@ layout decides which kernels run: there it is left alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -38,6 +39,12 @@ from fxmem.ir import FrontierPoint
 from fxmem.planners.pareto import cheapest_within
 
 NUM_CANDIDATES = 32
+
+FINER = 4
+"""A candidate and the finer ones before it."""
+
+GAIN = 0.0025
+"""Of a step: what a finer one must take less time, as its code takes seconds to make."""
 
 NEAR = 1.002
 """Times the end of the step: where keeping all takes no more, no deeper plan is lowered to find a lesser budget to name."""
@@ -80,24 +87,39 @@ class Candidates(Generic[P]):
         """Return points with peaks at even distances."""
         most, least = frontier[0].peak_bytes, frontier[-1].peak_bytes
         found: dict[FrontierPoint, None] = {frontier[0]: None}
-        for i in range(1, NUM_CANDIDATES):
-            point = cheapest_within(frontier, most - (most - least) * i // (NUM_CANDIDATES - 1))
+        num_steps = FINER * (NUM_CANDIDATES - 1)
+        for i in range(1, num_steps + 1):
+            point = cheapest_within(frontier, most - (most - least) * i // num_steps)
             assert point is not None
             found[point] = None
         return Candidates(tuple(found))
+
+    @property
+    def places(self) -> list[int]:
+        """Where in ``points`` those are that are no finer ones."""
+        return sorted({*range(0, len(self.points), FINER), len(self.points) - 1})
 
     def cheapest_within(self, budget_bytes: float, run: Run[P]) -> int | None:
         """Return the place of the candidate to take (NOTE [Monotone budgets]); None if none fits."""
         if self.needed_bytes(0, run) > budget_bytes and self.runs[0].floor_bytes > budget_bytes:
             return None
-        return next((i for i in range(len(self.points)) if self._fits(i, budget_bytes, run)), None)
+        place = next((i for i in self.places if self._fits(i, budget_bytes, run)), None)
+        if place is None:
+            return None
+        return next((i for i in self._finer(place) if self._fits(i, budget_bytes, run)), place)
+
+    def _finer(self, place: int) -> Iterator[int]:
+        """Yield the places of finer candidates before that at ``place``, as far as they gain."""
+        before = max((i for i in self.places if i < place), default=-1)
+        most_seconds = self.points[place].recompute_seconds - GAIN * self.runs[0].seconds
+        return (i for i in range(before + 1, place) if self.points[i].recompute_seconds <= most_seconds)
 
     def least_bytes(self, run: Run[P]) -> int:
         """Return the least budget that a candidate fits, or one at most :data:`NEAR` it."""
         least = self.needed_bytes(0, run)
         if least <= NEAR * self.runs[0].floor_bytes:
             return least
-        for place in reversed(range(1, len(self.points))):
+        for place in reversed(self.places[1:]):
             if self._known_bytes(place) < least:
                 least = min(least, self.needed_bytes(place, run))
         return least
@@ -164,8 +186,9 @@ class Choices(Generic[P]):
         return min(each.least_bytes(self._run_of(each)) for each in self._each())
 
     def costs(self) -> tuple[tuple[int, Taken[P]], ...]:
-        """Return the budgets at which something else is taken, falling, each with that. All candidates are lowered."""
-        budgets = {each.needed_bytes(i, self._run_of(each)) for each in self._each() for i in range(len(each.points))}
+        """Return the budgets at which another candidate is taken, falling, each with what is: it, or a finer one. All
+        candidates are lowered."""
+        budgets = {each.needed_bytes(i, self._run_of(each)) for each in self._each() for i in each.places}
         least: dict[tuple[bool, int], tuple[int, Taken[P]]] = {}
         for budget in sorted(budgets, reverse=True):
             taken = self.cheapest_within(budget)

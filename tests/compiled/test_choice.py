@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxmem.compiled.choice import NUM_CANDIDATES, Candidates, Choices
+from fxmem.compiled import choice
+from fxmem.compiled.choice import FINER, NUM_CANDIDATES, Candidates, Choices
 from fxmem.compiled.fakerun import StepRun, least_of
 from fxmem.ir import FrontierPoint, Plan
+
+
+@pytest.fixture
+def none_finer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "FINER", 1)
 
 
 def candidates(num: int) -> Candidates:
@@ -71,6 +77,7 @@ def test_a_budget_below_the_end_of_the_step_costs_one_lowering() -> None:
     assert len(tried.runs) == 1
 
 
+@pytest.mark.usefixtures("none_finer")
 def test_one_that_fits_among_others_that_do_not_is_found() -> None:
     peaks = [60, *[50] * 17, 45, *[50] * 13]
     place, _ = place_of(peaks, 45)
@@ -90,6 +97,7 @@ def test_what_was_lowered_for_one_budget_is_not_lowered_again_for_another() -> N
     assert tried.least_bytes(run) == 1
 
 
+@pytest.mark.usefixtures("none_finer")
 def test_what_the_planner_knows_not_to_fit_is_not_lowered() -> None:
     tried = candidates(NUM_CANDIDATES)  # of which the first is planned to take 1000
     place = tried.cheapest_within(970, lambda point, _: run_of(1000 - point.plan.limits[0]))
@@ -97,6 +105,7 @@ def test_what_the_planner_knows_not_to_fit_is_not_lowered() -> None:
     assert sorted(tried.runs) == [0, 30]
 
 
+@pytest.mark.usefixtures("none_finer")
 @pytest.mark.parametrize("first", [100, 5000])
 def test_what_the_planner_sees_too_much_or_too_little_of_keeping_all_is_taken_off_the_others(first: int) -> None:
     tried = candidates(NUM_CANDIDATES)
@@ -104,6 +113,7 @@ def test_what_the_planner_sees_too_much_or_too_little_of_keeping_all_is_taken_of
     assert sorted(tried.runs) == [0, 10]
 
 
+@pytest.mark.usefixtures("none_finer")
 def test_candidates_span_the_frontier() -> None:
     frontier = [FrontierPoint(Plan("test", (i,)), 1000 - i, float(i)) for i in range(300)]
     points = Candidates.of(frontier).points
@@ -111,6 +121,7 @@ def test_candidates_span_the_frontier() -> None:
     assert (points[0], points[-1]) == (frontier[0], frontier[-1])
 
 
+@pytest.mark.usefixtures("none_finer")
 def test_code_that_takes_much_more_than_guessed_is_made_otherwise_too() -> None:
     """What is guessed: as planned, off by what the first one is. Much: 5 % of what plans may spare."""
     tried, asked = candidates(NUM_CANDIDATES), {}
@@ -129,6 +140,28 @@ def test_other_code_is_taken_only_if_it_takes_less() -> None:
     assert least_of(usual, 100, lambda: less) is usual
     assert least_of(usual, 99, lambda: more) is usual
     assert least_of(usual, 99, lambda: less) is less
+
+
+def test_of_the_finer_ones_the_first_is_taken_that_fits_and_gains() -> None:
+    """Planned are a byte less each; what is lowered takes two more than planned from the second on."""
+    tried = candidates(NUM_CANDIDATES)
+
+    def run(point: FrontierPoint, _: float) -> StepRun:
+        place = point.plan.limits[0]
+        return run_of(1000 - place + (2 if place else 0))
+
+    assert tried.cheapest_within(993, run) == 9
+    assert sorted(tried.runs) == [0, 8, 9, 12], "10 and 11 come later, 1 to 7 do not fit by what is planned"
+    level = Candidates(tuple(replace(point, recompute_seconds=0.0) for point in tried.points))
+    assert level.cheapest_within(993, run) == 12, "none of these gains"
+
+
+def test_finer_candidates_lie_between_the_others() -> None:
+    frontier = [FrontierPoint(Plan("test", (i,)), 1000 - i, float(i)) for i in range(300)]
+    found = Candidates.of(frontier)
+    assert len(found.places) == NUM_CANDIDATES
+    assert len(found.points) == FINER * (NUM_CANDIDATES - 1) + 1
+    assert (found.places[0], found.places[-1]) == (0, len(found.points) - 1)
 
 
 def choices(usual_seconds: float, left_seconds: float) -> Choices:
