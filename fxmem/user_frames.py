@@ -47,7 +47,7 @@ def modules_called() -> Iterator[torch.nn.Module]:
 
 def place_of_user() -> tuple[CodeType, object] | None:
     """Return where the user's code is: the innermost function of it on the stack, and the piece of its text that runs."""
-    frame = next(frames_of_user(sys._getframe()), None)
+    frame = next((frame for frame in _frames(inspect.currentframe()) if not _is_machinery(frame)), None)
     if frame is None:
         return None
     return frame.f_code, next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
