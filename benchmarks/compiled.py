@@ -276,7 +276,7 @@ def _lowest_torch_budget(module: nn.Module, batch: models.Batch, options: dict[s
 
 def options_of(bench: BenchModel) -> dict[str, Any]:
     """Return how fxmem compiles a model of this benchmark."""
-    return {"optimizer": None, "loss_fn": bench.loss, "cost": "cpu", "backend": "inductor"}
+    return {"optimizer": None, "loss_fn": bench.loss, "cost": "measure", "backend": "inductor"}
 
 
 def _torch(module: nn.Module, budget: float) -> Callable[..., Any]:

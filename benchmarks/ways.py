@@ -257,7 +257,7 @@ def _fxmem(way: Way, model: nn.Module, bench: BenchModel, batch: Batch, optimize
 
 def _fxmem_inductor(way: Way, model: nn.Module, bench: BenchModel, batch: Batch, optimizer: Any) -> Contender:
     """fxmem's planner in inductor's seat. What was planned for one budget is known for the next."""
-    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": bench.loss, "cost": "cpu", "backend": "inductor"}
+    options: dict[str, Any] = {"optimizer": optimizer, "loss_fn": bench.loss, "cost": "measure", "backend": "inductor"}
     assert way.amount is not None
     budget = int(way.amount)
     if budget == LEAST:
