@@ -300,7 +300,7 @@ def _measure(job: _Job, device: torch.device) -> Seconds | None:
             _make_groups_equal([view for _, view in node.refs], bases)
         saved = SavedInRerun()
         with saved, autocast_as_in_forward(autocast, (device,)):
-            forward = median_seconds(lambda: node.run(dict(bases), saved), device)
+            forward = _median_seconds(lambda: node.run(dict(bases), saved), device)
         if node.writes or not job.heaviest:  # what it writes is its output: no gradient can be asked for
             return Seconds(forward, None)
         return Seconds(forward, _backward_seconds(node, bases, device, autocast))
@@ -319,7 +319,7 @@ def _backward_seconds(
     if not outputs or not inputs:
         return 0.0
     gradients = [torch.ones_like(t) for t in outputs]
-    return median_seconds(
+    return _median_seconds(
         lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True), device
     )
 
@@ -355,8 +355,7 @@ def _free_bytes(device: torch.device) -> int:
         return 1 << 30
 
 
-def median_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of ``run`` on ``device``, warm but for caches, of a few runs; of a long one, those of one run."""
+def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
     evicting = torch.zeros(EVICTING_BYTES[device.type], dtype=torch.uint8, device=device)
     first = _seconds(run, evicting)
     num_runs = min(MOST_RUNS, int(LONG_SECONDS / max(1e-9, first)))
