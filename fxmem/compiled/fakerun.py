@@ -28,20 +28,17 @@ from torch import fx
 from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.joint import is_tangent, outputs_of
 from fxmem.compiled.lower import LAID_OUT, NO_LEVERS, Levers, Wrapper, function_of, lowered_backward, lowered_forward
-from fxmem.compiled.scratch import op_seconds, scratch_bytes
+from fxmem.compiled.scratch import copy_seconds, op_seconds, scratch_bytes
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.errors import FxMemError, ProfileError, first_lines
 from fxmem.fake.attention import torch_release
 from fxmem.ir import Phase
-from fxmem.op_facts.kinds import CompiledRole
-from fxmem.op_facts.lookup import with_role
 from fxmem.profiling.allocator_state import MOST_UNSPLIT_BYTES
 from fxmem.profiling.roofline import Hardware, flops_of
 from fxmem.profiling.step_events import StepLog
 from fxmem.profiling.storage_tracker import StorageTracker
 from fxmem.torch_private import FakeTensorMode, OpOverload, storage_key, tree_leaves
 
-(_COPY,) = with_role(CompiledRole, "copy")
 HOLDS_TANGENTS = torch_release() < (2, 13)
 """Whether AOTAutograd keeps the gradients that a backward is given until its code has run."""
 ROOM_BYTES = 4 * MOST_UNSPLIT_BYTES
@@ -346,7 +343,7 @@ class _Run:
 
     def _time_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._laid_out_seconds += self._hardware.seconds(0, 2 * target.numel() * target.element_size())
-        self._measured_seconds += op_seconds(_COPY, (target, source), {})
+        self._measured_seconds += copy_seconds(target, source)
 
     def _note_op(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         if not isinstance(func, OpOverload) or func.is_view or "empty" in func.overloadpacket.__name__:

@@ -21,8 +21,8 @@ from fxmem.torch_private import OpOverload, tree_map_only, without_modes
 
 _MEASURED: dict[str, int] = {}
 """By op and layout of its arguments."""
-NUM_RUNS = 3
-"""Of an op that is timed: the quickest counts."""
+LEAST_RUNS, MOST_RUNS, ENOUGH_SECONDS = 3, 20, 0.06
+"""Of an op that is timed, so many or so long: the quickest counts, as other work only makes it slower."""
 _TIMED: dict[str, float] = {}
 """The same, seconds."""
 _NAMESPACES = frozenset({"aten", "mkldnn", "onednn"})
@@ -51,8 +51,25 @@ def op_seconds(op: OpOverload, args: Any, kwargs: Any) -> float:
     if key not in _TIMED:
         with without_modes(), torch.no_grad():
             given, named = tree_map_only(torch.Tensor, _zeros, (args, kwargs))
-            _TIMED[key] = min(_seconds(lambda: op(*given, **named)) for _ in range(NUM_RUNS))
+            _TIMED[key] = _least_seconds(lambda: op(*given, **named))
     return _TIMED[key]
+
+
+def copy_seconds(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Return how long it takes to copy ``source`` to new memory that lies as ``target``."""
+    key = f"copy {_layout(target)} {_layout(source)}"
+    if key not in _TIMED:
+        with without_modes(), torch.no_grad():
+            given = _zeros(source)
+            _TIMED[key] = _least_seconds(lambda: _empty(target).copy_(given))
+    return _TIMED[key]
+
+
+def _least_seconds(run: Callable[[], object]) -> float:
+    found: list[float] = []
+    while len(found) < LEAST_RUNS or (len(found) < MOST_RUNS and sum(found) < ENOUGH_SECONDS):
+        found.append(_seconds(run))
+    return min(found)
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -76,8 +93,12 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type
 
 
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
+    return _empty(tensor).zero_()
 
 
 @contextmanager
