@@ -47,7 +47,7 @@ def modules_called() -> Iterator[torch.nn.Module]:
 
 def place_of_user() -> tuple[CodeType, object] | None:
     """Return where the user's code is: the innermost function of it on the stack, and the piece of its text that runs."""
-    frame = next((frame for frame in _frames(inspect.currentframe()) if not _is_machinery(frame)), None)
+    frame = next(frames_of_user(inspect.currentframe()), None)
     if frame is None:
         return None
     return frame.f_code, next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
@@ -66,7 +66,7 @@ def lines_of_forwards() -> str:
     return "\n".join(reversed(lines)).strip()
 
 
-def frames_of_user(innermost: FrameType) -> Iterator[FrameType]:
+def frames_of_user(innermost: FrameType | None) -> Iterator[FrameType]:
     """Yield the frames from ``innermost`` outwards that run the user's code."""
     return (frame for frame in _frames(innermost) if not _is_machinery(frame))
 

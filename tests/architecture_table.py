@@ -249,25 +249,27 @@ def _num_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _too_large(model: nn.Module) -> Untrainable | None:
-    num = _num_parameters(model)
-    return Untrainable(f"it has {num / 1e6:.0f} M parameters") if num > MOST_PARAMETERS else None
+def _num_on_meta(build: Callable[[], nn.Module]) -> int:
+    """Return the number of parameters before they take memory; 0 where that cannot be told."""
+    with suppress(Exception), torch.device("meta"):
+        return _num_parameters(build())
+    return 0
+
+
+def _check_size(num_parameters: int) -> None:
+    if num_parameters > MOST_PARAMETERS:
+        raise Untrainable(f"it has {num_parameters / 1e6:.0f} M parameters")
 
 
 def _trains(
     build: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> Exception | None:
     """Return why eager cannot build the model or, with arguments given, not train it; None if it can."""
-    too_large: Untrainable | None = None
     try:
-        with suppress(Exception), torch.device("meta"):  # before it takes memory, where that tells
-            too_large = _too_large(build())
-        if too_large is not None:
-            raise too_large
+        _check_size(_num_on_meta(build))
         torch.manual_seed(SEED)
         model = build()
-        if (too_large := _too_large(model)) is not None:
-            raise too_large
+        _check_size(_num_parameters(model))
         if args or kwargs:
             output = model(*args, **(kwargs or {}))
             (output.loss if "labels" in (kwargs or {}) else sum_of_means(output)).backward()

@@ -283,7 +283,7 @@ class _Run:
         """Return the gradient as autograd keeps it, and count what copying it takes."""
         kept = _laid_out_as(parameter, gradient)
         if kept is not gradient:
-            self._seconds += self._hardware.seconds(0, 2 * kept.numel() * kept.element_size())
+            self._seconds += self._copied_seconds(kept)
             if self._measures:
                 self._time_copy(kept, gradient)
         return kept
@@ -342,8 +342,11 @@ class _Run:
             self._time_copy(target, source)
 
     def _time_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._laid_out_seconds += self._hardware.seconds(0, 2 * target.numel() * target.element_size())
+        self._laid_out_seconds += self._copied_seconds(target)
         self._measured_seconds += copy_seconds(target, source)
+
+    def _copied_seconds(self, target: torch.Tensor) -> float:
+        return self._hardware.seconds(0, 2 * target.numel() * target.element_size())
 
     def _note_op(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         if not isinstance(func, OpOverload) or func.is_view or "empty" in func.overloadpacket.__name__:

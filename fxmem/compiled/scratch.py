@@ -3,28 +3,28 @@
 In: a call of an op on fakes. Out: the most bytes beside its inputs and results; seconds. oneDNN's convolutions lay weights
 out anew inside of the op, and a copy to transposed memory goes through a block, also where a matrix product copies what it
 adds to: neither fakes nor the code around it show that, and it depends on the machine. So the op is run on zeros of the
-same layout, and the CPU allocator's own events are read. How long a convolution takes depends on how its inputs lie, in one
-model by a quarter more, in another by a quarter less: no table tells. What was measured is kept for the process.
+same layout, and the CPU allocator's own events are read. How long a convolution takes depends on how its inputs lie, which
+no table tells. What was measured is kept for the process.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from fxmem.profiling.op_benchmark import cpu_seconds
 from fxmem.torch_private import OpOverload, tree_map_only, without_modes
 
 _MEASURED: dict[str, int] = {}
 """By op and layout of its arguments."""
-LEAST_RUNS, MOST_RUNS, ENOUGH_SECONDS = 3, 20, 0.06
-"""Of an op that is timed, so many or so long: the quickest counts, as other work only makes it slower."""
 _TIMED: dict[str, float] = {}
 """The same, seconds."""
+LEAST_RUNS, MOST_RUNS, ENOUGH_SECONDS = 3, 20, 0.06
+"""Of an op that is timed: so many, until they took so long. The quickest counts, as other work only makes it slower."""
 _NAMESPACES = frozenset({"aten", "mkldnn", "onednn"})
 _WITHOUT = frozenset({"fill_", "zero_"})
 """Ops that write where they are told to."""
@@ -47,36 +47,34 @@ def scratch_bytes(op: Any, args: Any, kwargs: Any) -> int:
 
 def op_seconds(op: OpOverload, args: Any, kwargs: Any) -> float:
     """Return how long ``op`` takes on the CPU, on zeros that lie as its arguments do."""
-    key = _key(op, args, kwargs)
-    if key not in _TIMED:
-        with without_modes(), torch.no_grad():
-            given, named = tree_map_only(torch.Tensor, _zeros, (args, kwargs))
-            _TIMED[key] = _least_seconds(lambda: op(*given, **named))
-    return _TIMED[key]
+
+    def made() -> Callable[[], object]:
+        given, named = tree_map_only(torch.Tensor, _zeros, (args, kwargs))
+        return lambda: op(*given, **named)
+
+    return _least_seconds(_key(op, args, kwargs), made)
 
 
 def copy_seconds(target: torch.Tensor, source: torch.Tensor) -> float:
     """Return how long it takes to copy ``source`` to new memory that lies as ``target``."""
-    key = f"copy {_layout(target)} {_layout(source)}"
+
+    def made() -> Callable[[], object]:
+        given = _zeros(source)
+        return lambda: _empty(target).copy_(given)
+
+    return _least_seconds(f"copy {_layout(target)} {_layout(source)}", made)
+
+
+def _least_seconds(key: str, made: Callable[[], Callable[[], object]]) -> float:
+    """Return what is known under ``key``, or the seconds of the quickest run of what is ``made``."""
     if key not in _TIMED:
+        found: list[float] = []
         with without_modes(), torch.no_grad():
-            given = _zeros(source)
-            _TIMED[key] = _least_seconds(lambda: _empty(target).copy_(given))
+            run = made()
+            while len(found) < LEAST_RUNS or (len(found) < MOST_RUNS and sum(found) < ENOUGH_SECONDS):
+                found.append(cpu_seconds(run))
+        _TIMED[key] = min(found)
     return _TIMED[key]
-
-
-def _least_seconds(run: Callable[[], object]) -> float:
-    found: list[float] = []
-    while len(found) < LEAST_RUNS or (len(found) < MOST_RUNS and sum(found) < ENOUGH_SECONDS):
-        found.append(_seconds(run))
-    return min(found)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    start = clock()
-    run()
-    return clock() - start
 
 
 def _key(op: OpOverload, args: Any, kwargs: Any) -> str:

@@ -366,7 +366,12 @@ def _seconds(run: Callable[[], object], evicting: torch.Tensor) -> float:
     if evicting.is_cuda:
         return _device_seconds(run, evicting)
     evicting.add_(1)
-    # One thread's own clock does not count what other processes use of its core.
+    return cpu_seconds(run)
+
+
+def cpu_seconds(run: Callable[[], object]) -> float:
+    """Return the seconds of ``run`` on the CPU. One thread's own clock does not count what other processes use of its
+    core."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     run()

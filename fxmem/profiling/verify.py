@@ -6,7 +6,7 @@ In: a callable of fake leaves, the modules whose state it uses, loss and optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -162,12 +162,10 @@ def step_in_parts(
     way: Way,
 ) -> FakeStep:
     """Return what a training step of ``model`` takes whose ``parts`` run the graphs emitted for them, and all else as it
-    is. Where the model looks at values it goes this ``way``, or that of this call where an earlier one left another state:
-    an object that the first forward makes. Errors: ``OtherWayError`` where it can go neither."""
-    try:
+    is. Where the model looks at values it goes this ``way``, or, if it now looks elsewhere, as each forward leaves another
+    state, that of this call. Errors: ``OtherWayError`` where it can go neither."""
+    with suppress(OtherWayError):
         return _step_along(way, model, parts, inputs, step, autocast)
-    except OtherWayError as error:
-        error.__traceback__ = None  # its frames, in a cycle, would keep outputs of the user's that are let go of
     return _step_along(ways_of(model, inputs, autocast)[0], model, parts, inputs, step, autocast)
 
 
