@@ -249,16 +249,12 @@ def _num_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _num_on_meta(build: Callable[[], nn.Module]) -> int:
-    """Return the number of parameters before they take memory; 0 where that cannot be told."""
-    with suppress(Exception), torch.device("meta"):
-        return _num_parameters(build())
-    return 0
-
-
-def _check_size(num_parameters: int) -> None:
-    if num_parameters > MOST_PARAMETERS:
-        raise Untrainable(f"it has {num_parameters / 1e6:.0f} M parameters")
+def _check_size(build: Callable[[], nn.Module]) -> None:
+    num = 0
+    with suppress(Exception), torch.device("meta"):  # where that can be built, before it takes memory
+        num = _num_parameters(build())
+    if num > MOST_PARAMETERS:
+        raise Untrainable(f"it has {num / 1e6:.0f} M parameters")
 
 
 def _trains(
@@ -266,10 +262,10 @@ def _trains(
 ) -> Exception | None:
     """Return why eager cannot build the model or, with arguments given, not train it; None if it can."""
     try:
-        _check_size(_num_on_meta(build))
+        _check_size(build)
         torch.manual_seed(SEED)
         model = build()
-        _check_size(_num_parameters(model))
+        _check_size(lambda: model)
         if args or kwargs:
             output = model(*args, **(kwargs or {}))
             (output.loss if "labels" in (kwargs or {}) else sum_of_means(output)).backward()
