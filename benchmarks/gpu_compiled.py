@@ -1,15 +1,17 @@
 """Compiled steps on a GPU: ``python -m benchmarks.gpu_compiled [FILE] [--cases a,b]``, and a measurement of the first run.
 
-In: cases of :mod:`benchmarks.cuda_cases`. Out: for ``torch.compile`` and for ``backend="inductor"`` at several budgets, the
-allocated peak of a step beside the one that was told, that of the first steps, in which Inductor tries kernels, the time of
-a step, and how far gradients are from those of the compiled step that keeps all. Budgets are the least one and the one half
-way between it and what a step takes that keeps all.
+In: cases of :mod:`benchmarks.cuda_cases`. Out: for ``torch.compile``, under its own ``activation_memory_budget`` too, and
+for ``backend="inductor"`` at several budgets, the allocated peak of a step beside the one that was told, that of the first
+steps, in which Inductor tries kernels, the time of a step, and how far gradients are from those of the compiled step that
+keeps all. Budgets are torch.compile's own peaks, the least one and the one half way between it and what a step takes that
+keeps all. Several processes may measure at once: steps are timed by one of them at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,17 +23,19 @@ import torch
 import fxmem
 from benchmarks.cuda_cases import CASES, Case
 from benchmarks.cuda_memory import loss_of, on_cuda, step_of, train
-from benchmarks.gpu_rows import Row, row, stat
+from benchmarks.gpu_rows import Row, alone, row, stat
 from benchmarks.measure import largest_relative_error
 from benchmarks.results_file import machine
 from benchmarks.ways import least_compiled_bytes
 from fxmem.compiled.report import CompiledReport
 
+THEIRS = (0.5, 0.2)
+"""Of ``activation_memory_budget``."""
 SHARES = (0.5, 0.0)
 """Of the way from the least budget to what a step takes that keeps all."""
 NAMES = ("mlp fp32", "causal bf16 autocast", "unet fp32")
 """Of the first run."""
-NUM_TIMED = 10
+NUM_TIMED = 20
 
 
 def compiled(names: tuple[str, ...] = NAMES) -> Iterator[Row]:
@@ -41,14 +45,21 @@ def compiled(names: tuple[str, ...] = NAMES) -> Iterator[Row]:
 
 
 def _rows_of(name: str, case: Case) -> Iterator[Row]:
-    theirs = _Run(case).compiled().measured()
+    theirs = _theirs(case, 1.0)
     yield row(f"{name}: torch.compile", real=theirs.steady, note=_told(theirs, theirs))
     report, found, _ = _planned(case, None)
     expected, again = found.gradients, largest_relative_error(found.gradients, found.gradients_again)
     note = f"{_told(found, theirs)}, gradients of two such steps {_apart(again)}"
     yield row(f"{name}: keeping all", report.predicted_peak_bytes, None, found.steady, note)
+    peaks = [theirs.steady]
+    for share in THEIRS:
+        peer = _theirs(case, share)
+        peaks.append(peer.steady)
+        note = f"{_told(peer, theirs)}, gradients {_apart(largest_relative_error(theirs.gradients, peer.gradients))}"
+        yield row(f"{name}: torch.compile, its budget {share}", real=peer.steady, note=note)
     whole, least = report.predicted_peak_bytes, _least(case)
-    for budget in dict.fromkeys(least + int(share * max(whole - least, 0)) for share in SHARES):
+    budgets = [least + int(share * max(whole - least, 0)) for share in SHARES]
+    for budget in dict.fromkeys([*(peak for peak in peaks if least <= peak < whole), *budgets]):
         report, found, seconds = _planned(case, budget)
         kept = "kept" if max(found.steady, found.first) <= budget else "OVER"
         said = (
@@ -57,6 +68,12 @@ def _rows_of(name: str, case: Case) -> Iterator[Row]:
             f"in {seconds:.0f} s"
         )
         yield row(f"{name}: budget of {budget:,}", report.predicted_peak_bytes, None, found.steady, said)
+
+
+def _theirs(case: Case, share: float) -> _Measured:
+    """Return what was measured of torch.compile under its own budget; 1 is none."""
+    with torch._functorch.config.patch(activation_memory_budget=share, enable_autograd_cache=False):
+        return _Run(case).compiled().measured()
 
 
 def _least(case: Case) -> int:
@@ -128,13 +145,14 @@ class _Run:
         torch.cuda.reset_peak_memory_stats()
         self._train(2)
         steady, times = stat("allocated", "peak"), []
-        for _ in range(NUM_TIMED):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            self._train(1)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return _Measured(first, steady, sorted(times)[NUM_TIMED // 2], gradients, again)
+        with alone():
+            for _ in range(NUM_TIMED):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                self._train(1)
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - start)
+        return _Measured(first, steady, statistics.median(times), gradients, again)
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         torch.manual_seed(1)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,3 +50,11 @@ def on_empty_device() -> None:
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Hold the lock under which one process at a time takes times on the device."""
+    with (Path(tempfile.gettempdir()) / "fxmem_gpu_times.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
