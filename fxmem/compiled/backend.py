@@ -17,7 +17,8 @@ from torch import fx
 from fxmem.compiled.calls import Calls, CompiledGraph
 from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.graph_planner import GraphPlanner
-from fxmem.compiled.lower import NO_LEVERS, Levers, breaks_off, compilation_now, compiled, passing_dynamo
+from fxmem.compiled.levers import NO_LEVERS, Levers
+from fxmem.compiled.lower import breaks_off, compilation_now, compiled, passing_dynamo
 from fxmem.compiled.refusals import check_inputs, check_one_graph, check_settings
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.step_planner import PlannedGraph

@@ -17,13 +17,13 @@ NOTE [Monotone budgets]
 
 NOTE [Layouts]
 
-Inductor copies the weights of convolutions to channels last, and these copies are saved for the backward: they take as much
-as the weights. On the CPU a convolution lays out what it is given by itself, so the copies may be spared. In GoogLeNet that
-costs a quarter of a step, in ResNet-18 it saves as much (``benchmarks/results/compare_cpu.json``): so convolutions and
-copies from one layout to another are timed, of both codes that keep all. A gain below :data:`LAYOUT_SHARE` of a step is
-none: the numbers would be others for nothing. A budget takes the cheaper of what fits with layouts as Inductor has them and
-of what fits with layouts as they are. Less memory never costs less time in either, nor in the cheaper of both. On CUDA the
-layout decides which kernels run: there it is left alone.
+Inductor copies the weights of convolutions to channels last, many of them as soon as the forward begins. On the CPU a
+convolution lays out what it is given by itself, so the copies may be spared. In GoogLeNet that costs a quarter of a step,
+in ResNet-18 it saves as much (``benchmarks/results/compare_cpu.json``): so convolutions and copies from one layout to
+another are timed, of both codes that keep all. A gain below :data:`LAYOUT_SHARE` of a step is none: the numbers would be
+others for nothing. A budget takes the cheaper of what fits with layouts as Inductor has them and of what fits with layouts
+as they are. Less memory never costs less time in either, nor in the cheaper of both. On CUDA the layout decides which
+kernels run: there it is left alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from fxmem.compiled.fakerun import StepRun
-from fxmem.compiled.lower import Levers
+from fxmem.compiled.levers import Levers
 from fxmem.ir import FrontierPoint
 from fxmem.planners.pareto import cheapest_within
 

@@ -9,9 +9,9 @@ are no generated kernels take no scratch of their own below the dispatcher; for 
 NOTE [Fusion]
 
 Inductor fuses kernels that read the same, up to 64 apart in its order (horizontal fusion). Where what is recomputed for
-two layers reads one mask, both are made at once, and one is there long before it is read. Fused vertically only, with
-what reads their results, the backward's kernels take less there, in the same time; elsewhere they may take more. So where
-code takes much more than planned both are tried (:func:`least_of`).
+two layers reads one mask, both are made at once, and one is there long before it is read. Fused vertically only, with what
+reads their results, the backward's kernels take less there, in as much time, and more elsewhere. So where code takes much
+more than planned both are tried (:func:`least_of`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch import fx
 
 from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.joint import is_tangent, outputs_of
-from fxmem.compiled.lower import LAID_OUT, NO_LEVERS, Levers, Wrapper, function_of, lowered_backward, lowered_forward
+from fxmem.compiled.levers import LAID_OUT, NO_LEVERS, Levers
+from fxmem.compiled.lower import Wrapper, function_of, lowered_backward, lowered_forward
 from fxmem.compiled.scratch import copy_seconds, op_seconds, scratch_bytes
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.errors import FxMemError, ProfileError, first_lines
@@ -397,4 +398,4 @@ def _vals(nodes: Sequence[Any]) -> list[Any]:
 
 def _alike(output: Any, tangent: Any) -> bool:
     both = isinstance(output, torch.Tensor) and isinstance(tangent, torch.Tensor)
-    return both and output.shape == tangent.shape and output.dtype == tangent.dtype
+    return both and (output.shape, output.dtype) == (tangent.shape, tangent.dtype)

@@ -18,7 +18,8 @@ from fxmem.compiled.choice import Candidates, Choices, P, Taken
 from fxmem.compiled.fakerun import ALONE, LoweredGraph, StepRun, least_of, run_step
 from fxmem.compiled.joint import JointGraph
 from fxmem.compiled.kernels import Kernels, profile_of
-from fxmem.compiled.lower import Levers, lays_out, own_context, signature_of, without_duplicates
+from fxmem.compiled.levers import Levers, lays_out
+from fxmem.compiled.lower import own_context, signature_of, without_duplicates
 from fxmem.compiled.report import CompiledCost, CompiledReport
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.errors import InfeasibleBudgetError

@@ -1,4 +1,4 @@
-"""What fxmem uses of Inductor that torch does not call public: all of it is here.
+"""What fxmem uses of Inductor that torch does not call public: all of it is here and in :mod:`fxmem.compiled.levers`.
 
 In: graphs. Out: compiled functions whose partitioner is ours, and the Python code that Inductor would run for a graph (its
 *wrapper*), without any kernel compiled. Each name is listed in docs/architecture.md and has a canary in
@@ -11,11 +11,10 @@ import contextlib
 import copy
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,14 +31,12 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
 
+from fxmem.compiled.levers import Levers
 from fxmem.disk_cache import digest
 from fxmem.errors import CaptureError, FxMemError, first_lines
-from fxmem.op_facts.kinds import CompiledRole
-from fxmem.op_facts.lookup import with_role
 from fxmem.torch_patches.replacing import replaced, replaced_here
 from fxmem.torch_private import FakeTensor
 
-LAID_OUT = with_role(CompiledRole, "laid out")
 Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.GraphModule, fx.GraphModule]]
 """Called with a joint graph, the number of the forward's outputs, and the places of inputs at fixed addresses."""
 
@@ -61,29 +58,13 @@ class Partitioner(CustomPartitionerFn):
         return self._partition(gm, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices"))
 
     def uuid(self) -> str:
-        """Graphs are cached as they are after partitioning, so that all plans may share one key."""
-        return "fxmem"
+        """Graphs are cached as they are after partitioning, so that all plans may share one key; not with plain Inductor,
+        whose forward lays out what is saved (:mod:`fxmem.compiled.levers`)."""
+        return "fxmem, inputs saved as they are"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Inductor pickles its settings for the key of its cache."""
         return str, ("fxmem",)
-
-
-class Levers(NamedTuple):
-    """How a graph is compiled beside its plan."""
-
-    layouts_left: bool = False  # convolutions are laid out as they are
-    vertical_only: bool = False  # in the backward no kernels are fused because they read the same (horizontal fusion)
-
-    def pulled(self, *, is_backward: bool) -> contextlib.AbstractContextManager[object]:
-        """Have Inductor compile the forward or the backward so in the body."""
-        settings: dict[str, Any] = {"layout_optimization": False} if self.layouts_left else {}
-        if self.vertical_only and is_backward:
-            settings["score_fusion_memory_threshold"] = sys.maxsize
-        return inductor_config.patch(settings)  # type: ignore[no-any-return]
-
-
-NO_LEVERS = Levers()
 
 
 def compiled(
@@ -112,17 +93,7 @@ def compiled(
     return made  # type: ignore[return-value]
 
 
-# -- Inductor's own levers -----------------------------------------------------------------------------------------------
-
-
-def lays_out(graph_module: fx.GraphModule) -> bool:
-    """True if Inductor would copy the weights of a graph's convolutions to channels last, on the CPU, where a convolution
-    lays out what it is given by itself."""
-    found = [node for node in graph_module.graph.nodes if node.target in LAID_OUT]
-    on_cpu = all(n.args[1].meta["val"].device.type == "cpu" for n in found)
-    return (
-        bool(found) and on_cpu and inductor_config.layout_optimization and not inductor_config.force_layout_optimization
-    )
+# -- what is set --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fxmem.compiled.choice import Candidates, Choices
 from fxmem.compiled.fakerun import GraphCall, LoweredGraph, StepRun, least_of, run_step
 from fxmem.compiled.graph_planner import GraphPlanner, report_of, taken_within
-from fxmem.compiled.lower import NO_LEVERS, Levers
+from fxmem.compiled.levers import NO_LEVERS, Levers
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import FrontierPoint

@@ -88,7 +88,12 @@ FACTS: tuple[OpFact, ...] = (
         _COMPILED,
         _LOWERED,
     ),
-    OpFact(_aten("sum amax amin mean var var_mean any cumsum"), CompiledRole("reduction"), _COMPILED, _LOWERED),
+    OpFact(
+        _aten("sum amax amin mean var var_mean any cumsum scatter scatter_add scatter_reduce index_put"),
+        CompiledRole("reduction"),
+        _COMPILED,
+        _LOWERED,
+    ),
     OpFact(
         _aten("exp exp2 expm1 log log2 log1p tanh erf erfc sigmoid sin cos"), CompiledRole("series"), _COMPILED, _PRICED
     ),

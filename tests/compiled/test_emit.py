@@ -16,7 +16,7 @@ from fxmem.api.arguments import settings_of
 from fxmem.compiled.fakerun import ALONE, run_step
 from fxmem.compiled.graph_planner import GraphPlanner
 from fxmem.compiled.joint import is_tangent
-from fxmem.compiled.lower import Levers
+from fxmem.compiled.levers import Levers
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import KEEP, GraphProfile, Plan
 from tests.compiled.interpreted import results_of, values_for

@@ -1,0 +1,67 @@
+"""Inductor's own levers: what decides how a graph is compiled, beside the plan.
+
+In: :class:`Levers`. Out: a context in which Inductor compiles so.
+
+NOTE [What convolutions read]
+
+Where Inductor has convolutions in channels last, it lays out each input of a graph that one reads as soon as the graph
+begins, and what the forward saves of that input for the backward is the copy: a step holds two of each weight. Here such
+inputs are saved as they are: convolutions lay them out when they run, the copy goes after it, and a convolution's backward
+takes weights as they are. Steps of GoogLeNet, ResNet-18 and MobileNetV2 take as long, within half a percent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor.graph import GraphLowering
+
+from fxmem.op_facts.kinds import CompiledRole
+from fxmem.op_facts.lookup import with_role
+from fxmem.torch_patches.replacing import replaced_here
+
+LAID_OUT = with_role(CompiledRole, "laid out")
+
+
+class Levers(NamedTuple):
+    """How a graph is compiled beside its plan."""
+
+    layouts_left: bool = False  # convolutions are laid out as they are
+    vertical_only: bool = False  # in the backward no kernels are fused because they read the same (horizontal fusion)
+
+    @contextlib.contextmanager
+    def pulled(self, *, is_backward: bool) -> Iterator[None]:
+        """Have Inductor compile the forward or the backward so in the body."""
+        settings: dict[str, Any] = {"layout_optimization": False} if self.layouts_left else {}
+        if self.vertical_only and is_backward:
+            settings["score_fusion_memory_threshold"] = sys.maxsize
+        laid_out = replaced_here(GraphLowering, "find_nodes_prefer_channels_last", _laid_out_at_once)
+        with inductor_config.patch(settings), laid_out:
+            yield
+
+
+NO_LEVERS = Levers()
+
+
+def _laid_out_at_once(
+    self: GraphLowering, found_by: Callable[[GraphLowering], Any] = GraphLowering.find_nodes_prefer_channels_last
+) -> Any:
+    """Stands for ``GraphLowering.find_nodes_prefer_channels_last`` (NOTE [What convolutions read])."""
+    found = found_by(self)
+    is_saved = (n for n in found if n.op == "placeholder" and any(user.op == "output" for user in n.users))
+    return found - type(found)(is_saved)
+
+
+def lays_out(graph_module: fx.GraphModule) -> bool:
+    """True if Inductor would copy the weights of a graph's convolutions to channels last, on the CPU, where a convolution
+    lays out what it is given by itself."""
+    found = [node for node in graph_module.graph.nodes if node.target in LAID_OUT]
+    on_cpu = all(n.args[1].meta["val"].device.type == "cpu" for n in found)
+    return (
+        bool(found) and on_cpu and inductor_config.layout_optimization and not inductor_config.force_layout_optimization
+    )
