@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxmem.api.arguments import settings_of
+from fxmem.compiled import emit
 from fxmem.compiled.fakerun import ALONE, run_step
 from fxmem.compiled.graph_planner import GraphPlanner
-from fxmem.compiled.joint import is_tangent
+from fxmem.compiled.joint import is_tangent, outputs_of
 from fxmem.compiled.levers import Levers
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import KEEP, GraphProfile, Plan
@@ -94,3 +95,19 @@ def test_code_runs_on_fakes_as_often_as_it_is_asked_to() -> None:
     runs = [run_step([each], ALONE, planner.around, planner.hardware) for each in (code, code, code.vertical())]
     assert runs[0] == runs[1]
     assert runs[2] == replace(runs[0], vertical_only=True)
+
+
+def test_on_the_cpu_a_boolean_is_saved_as_a_byte_of_the_same_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, _ = planner_of(lambda x, w: F.dropout(x @ w, 0.5) @ w, torch.randn(32, 32), torch.randn(32, 32))
+    values = values_for([n for n in planner.kernels.joint.inputs if not is_tangent(n)])
+    dtypes: list[set[Any]] = []
+    results: list[Any] = []
+    for is_slow in (emit._is_slow, lambda value: False):
+        monkeypatch.setattr(emit, "_is_slow", is_slow)
+        forward, backward = planner.parts(planner.candidates.points[0].plan)
+        dtypes.append({n.meta["val"].dtype for n in outputs_of(forward)[1:] if isinstance(n, fx.Node)})
+        results.append(results_of((forward, backward), 1, values))
+    assert torch.uint8 in dtypes[0]
+    assert torch.bool not in dtypes[0]
+    assert torch.bool in dtypes[1]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

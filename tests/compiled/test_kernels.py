@@ -26,15 +26,16 @@ def _compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def profile_for(function: Callable[..., torch.Tensor]) -> GraphProfile:
-    """Return the profile of a function of two matrices of 1,024 elements."""
+def profile_for(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> GraphProfile:
+    """Return the profile of a function of ``tensors``, by default two matrices of 1,024 elements."""
     found: list[GraphProfile] = []
 
     def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
         kernels = Kernels.of(JointGraph.of(without_duplicates(joint), num_outputs))
         found.append(profile_of(kernels, Surroundings(), PRESETS["cpu"]))
 
-    in_the_seat(look, function, torch.randn(32, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True))
+    given = tensors or (torch.randn(32, 32), torch.randn(32, 32))
+    in_the_seat(look, function, *(t.requires_grad_() for t in given))
     return found[0]
 
 
@@ -56,3 +57,12 @@ def test_a_mask_of_a_dropout_is_a_byte_for_each_element_that_may_be_kept_or_made
 def test_a_mask_is_one_where_its_random_numbers_are_drawn_in_another_order_of_dimensions() -> None:
     profile = profile_for(lambda x, w: F.dropout((x @ w).T, 0.5).relu() @ w)
     assert [s.nbytes for s in profile.storages].count(1024) == 1
+
+
+def test_of_a_maximum_of_windows_its_place_in_the_window_is_in_memory_a_byte_each() -> None:
+    x, w = torch.randn(2, 4, 16, 16), torch.randn(4, 4, 1, 1)
+    profile = profile_for(lambda x, w: F.conv2d(F.max_pool2d(F.conv2d(x, w), 3, 1, 1), w), x, w)
+    numel = x.numel()
+    assert sorted(s.nbytes // numel for s in profile.storages) == [1, 4, 4, 4]
+    seconds = {s.nbytes // numel: profile.recipes[s.recipe].seconds for s in profile.storages if s.recipe is not None}
+    assert seconds[1] > 1e-9 * numel, "numbers are compared one at a time"

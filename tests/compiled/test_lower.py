@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import graph as inductor_graph
 
-from fxmem.compiled import lower
+from fxmem.compiled import levers, lower
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.torch_private import FakeTensorMode
 from tests.compiled.seat import in_the_seat
@@ -65,13 +66,31 @@ def test_what_reads_the_same_is_one_kernel_unless_fusion_is_vertical_only(
 
     def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
         forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
-        with lower.Levers(vertical_only=vertical_only).pulled(is_backward=True):
+        with levers.Levers(vertical_only=vertical_only).pulled(is_backward=True):
             wrapper = lower.lowered_forward(forward, num_outputs)
         with FakeTensorMode():
             lower.function_of(wrapper, lambda *call: calls.append(call))([torch.empty(64, 64)])
 
     in_the_seat(look, lambda x: (x.sin() @ x.detach(), x.tanh()), torch.randn(64, 64, requires_grad=True))
     assert len(calls) == num_kernels
+
+
+@pytest.mark.parametrize("pulled", [False, True])
+def test_find_nodes_prefer_channels_last_decides_whether_an_inputs_copy_is_saved(pulled: bool) -> None:
+    saved: list[bool] = []
+
+    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
+        forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
+        with levers.Levers().pulled(is_backward=False) if pulled else contextlib.nullcontext():
+            wrapper = lower.lowered_forward(forward, num_outputs)
+        with FakeTensorMode():
+            inputs = [torch.empty(n.meta["val"].shape) for n in forward.graph.find_nodes(op="placeholder")]
+            outputs = lower.function_of(wrapper, lambda *call: None)(list(inputs))
+        saved.extend(any(out is given for out in outputs) for given in inputs)
+
+    model = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2)))
+    in_the_seat(look, model, torch.randn(2, 8, 16, 16))
+    assert saved == [pulled] * 3
 
 
 def test_a_triton_kernel_tells_which_arguments_it_changes() -> None:
