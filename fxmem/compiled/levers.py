@@ -7,7 +7,7 @@ NOTE [What convolutions read]
 Where Inductor has convolutions in channels last, it lays out each input of a graph that one reads as soon as the graph
 begins, and what the forward saves of that input for the backward is the copy: a step holds two of each weight. Here such
 inputs are saved as they are: convolutions lay them out when they run, the copy goes after it, and a convolution's backward
-takes weights as they are. Steps of GoogLeNet, ResNet-18 and MobileNetV2 take as long, within half a percent.
+takes weights as they are. A step takes as long.
 """
 
 from __future__ import annotations

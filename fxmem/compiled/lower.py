@@ -39,6 +39,8 @@ from fxmem.torch_private import FakeTensor
 
 Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.GraphModule, fx.GraphModule]]
 """Called with a joint graph, the number of the forward's outputs, and the places of inputs at fixed addresses."""
+_IN_KEYS = "fxmem, inputs saved as they are"
+"""What stands for the partitioner in keys of Inductor's cache."""
 
 
 class Partitioner(CustomPartitionerFn):
@@ -60,11 +62,11 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Graphs are cached as they are after partitioning, so that all plans may share one key; not with plain Inductor,
         whose forward lays out what is saved (:mod:`fxmem.compiled.levers`)."""
-        return "fxmem, inputs saved as they are"
+        return _IN_KEYS
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Inductor pickles its settings for the key of its cache."""
-        return str, ("fxmem",)
+        return str, (_IN_KEYS,)
 
 
 def compiled(
