@@ -18,12 +18,12 @@ NOTE [Monotone budgets]
 NOTE [Layouts]
 
 Inductor copies the weights of convolutions to channels last, many of them as soon as the forward begins. On the CPU a
-convolution lays out what it is given by itself, so the copies may be spared. In GoogLeNet that costs a quarter of a step,
-in ResNet-18 it saves as much (``benchmarks/results/compare_cpu.json``): so convolutions and copies from one layout to
-another are timed, of both codes that keep all. A gain below :data:`LAYOUT_SHARE` of a step is none: the numbers would be
-others for nothing. A budget takes the cheaper of what fits with layouts as Inductor has them and of what fits with layouts
-as they are. Less memory never costs less time in either, nor in the cheaper of both. On CUDA the layout decides which
-kernels run: there it is left alone.
+convolution lays out what it is given by itself, so the copies may be spared. In GoogLeNet that costs time, in ResNet-18 it
+saves a quarter of a step (``benchmarks/results/compare_cpu.json``): so convolutions and copies from one layout to another
+are timed, of both codes that keep all. A gain below :data:`LAYOUT_SHARE` of a step is none: the numbers would be others for
+nothing. A budget takes the cheaper of what fits with layouts as Inductor has them and of what fits with layouts as they
+are. Less memory never costs less time in either, nor in the cheaper of both. On CUDA the layout decides which kernels run:
+there it is left alone.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ from fxmem.torch_private import FakeTensorMode, OpOverload, storage_key, tree_le
 HOLDS_TANGENTS = torch_release() < (2, 13)
 """Whether AOTAutograd keeps the gradients that a backward is given until its code has run."""
 ROOM_BYTES = 4 * MOST_UNSPLIT_BYTES
-"""On an H200 steps took up to 2.7 MB more than what was told of them (``benchmarks/results/gpu_compiled_h200.json``); no
-bound is known."""
+"""An H200 took up to 2.7 MB more than was told (``benchmarks/results/gpu_compiled_h200.json``); no bound is known."""
 
 
 @dataclass(frozen=True, slots=True)
