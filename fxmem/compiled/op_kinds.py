@@ -28,10 +28,11 @@ FUSED = 0.5
 """Share of a fused kernel's traffic that it costs to run it again: its result stays in the kernel that asks."""
 _POINTWISE, _REDUCTIONS = with_role(CompiledRole, "pointwise"), with_role(CompiledRole, "reduction")
 _SERIES, _LONG_SERIES = with_role(CompiledRole, "series"), with_role(CompiledRole, "long series")
+_MAXIMA = with_role(CompiledRole, "maximum")
 _RANDOM = frozenset({"prims::inductor_random", "prims::inductor_randint"})
 _PRIMS_POINTWISE = _RANDOM | {"prims::inductor_lookup_seed", "prims::_low_memory_max_pool_offsets_to_indices"}
 _PRIMS_REDUCTIONS = frozenset({"prims::prepare_softmax_online"})
-_MAXIMA = frozenset({"prims::_low_memory_max_pool_with_offsets", "aten::max_pool2d_with_indices"})
+_PRIMS_MAXIMA = frozenset({"prims::_low_memory_max_pool_with_offsets"})
 """By name: there are no such ops before Inductor is imported."""
 
 
@@ -122,7 +123,7 @@ def _flops_of(node: fx.Node) -> int:
     value = node.meta.get("val")
     if is_generated(node):
         return _flops_of_element(node) * (value.numel() if isinstance(value, torch.Tensor) else 0)
-    if _name_of(node) in _MAXIMA:
+    if target in _MAXIMA or _name_of(node) in _PRIMS_MAXIMA:
         return FLOPS_OF_MAXIMUM * int(value[0].numel())  # type: ignore[index]
     args, kwargs = tree_map_only(fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
     return flops_of(target, args, kwargs, value)

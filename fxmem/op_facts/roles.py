@@ -97,6 +97,7 @@ FACTS: tuple[OpFact, ...] = (
     OpFact(
         _aten("exp exp2 expm1 log log2 log1p tanh erf erfc sigmoid sin cos"), CompiledRole("series"), _COMPILED, _PRICED
     ),
+    OpFact(_aten("max_pool2d_with_indices max_pool3d_with_indices"), CompiledRole("maximum"), _COMPILED, _PRICED),
     OpFact(_aten("copy_.default"), CompiledRole("copy"), _COMPILED, _LOWERED),
     OpFact(_aten("convolution.default convolution_backward.default"), CompiledRole("laid out"), _COMPILED, _LAID_OUT),
     OpFact(_aten("reshape.default _unsafe_view.default"), CompiledRole("view"), _COMPILED, _LOWERED),

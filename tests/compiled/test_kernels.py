@@ -65,4 +65,4 @@ def test_of_a_maximum_of_windows_its_place_in_the_window_is_in_memory_a_byte_eac
     numel = x.numel()
     assert sorted(s.nbytes // numel for s in profile.storages) == [1, 4, 4, 4]
     seconds = {s.nbytes // numel: profile.recipes[s.recipe].seconds for s in profile.storages if s.recipe is not None}
-    assert seconds[1] > 1e-9 * numel, "numbers are compared one at a time"
+    assert seconds[1] > 5e-9 * numel, "numbers are compared one at a time"

@@ -76,7 +76,7 @@ CALLED_BY_ANOTHER_NAME = {
     ("runtime/unwatched_writes.py", "torch.ops.aten.add.Tensor"),  # how autograd's engine adds gradients
     ("passes/chunk.py", "aten.reshape.default"),  # written into the graph
     ("passes/chunk.py", "aten.slice.Tensor"),
-    ("compiled/emit.py", "torch.ops.prims.convert_element_type.default"),
+    ("compiled/emit.py", "torch.ops.prims.convert_element_type.default"),  # written into the graph
     ("compiled/emit.py", "torch.ops.aten.ne.Scalar"),
     ("runtime/programs/recording.py", "aten.as_strided.default"),  # written into the program
     ("fake/meta_fixups.py", "torch.ops.prim.device.default"),  # how a fake is asked for its device
