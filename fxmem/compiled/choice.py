@@ -141,8 +141,8 @@ class Candidates(Generic[P]):
         return self.points[place].peak_bytes + first_bytes - self.points[0].peak_bytes
 
     def _enough_bytes(self, place: int) -> float:
-        if place == 0:
-            return math.inf
+        if place in (0, len(self.points) - 1):
+            return 0.0 if place else math.inf
         first = self.runs[0]
         return self._guessed_bytes(place, first.needed_bytes) + MUCH * (first.peak_bytes - first.floor_bytes)
 
@@ -158,7 +158,7 @@ class Taken(NamedTuple, Generic[P]):
 
     @property
     def levers(self) -> Levers:
-        return Levers(self.layouts_left, self.run.vertical_only)
+        return Levers(self.layouts_left, self.run.tight_backward)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,6 @@ In: forward and backward as partitioned, of each call of a compiled graph in the
 A wrapper allocates, reuses and frees as the compiled step will, so the peak is that step's, to the byte, where the ops that
 are no generated kernels take no scratch of their own below the dispatcher; for those that do see
 :mod:`fxmem.compiled.scratch`.
-
-NOTE [Fusion]
-
-Inductor fuses kernels that read the same, up to 64 apart in its order (horizontal fusion). Where what is recomputed for
-two layers reads one mask, both are made at once, and one is there long before it is read. Fused vertically only, with what
-reads their results, the backward's kernels take less there, in as much time, and more elsewhere. So where code takes much
-more than planned both are tried (:func:`least_of`).
 """
 
 from __future__ import annotations
@@ -19,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +57,8 @@ class StepRun:
     what the allocator leaves unsplit depends on what compiling left it."""
     floor_bytes: int = 0
     """What the end of the step takes, gradients and the optimizer's step: no plan changes that."""
-    vertical_only: bool = False
-    """Whether a backward has kernels that are not fused horizontally."""
+    tight_backward: bool = False
+    """Whether that is why it takes less (NOTE [Tight backwards] in :mod:`fxmem.compiled.levers`)."""
     laid_out_seconds: float = 0.0
     """Of ``seconds``: of what layouts decide, convolutions and copies from one layout to another; 0 if not measured."""
     measured_seconds: float = 0.0
@@ -111,10 +104,10 @@ class LoweredGraph:
             self.forward = lowered_forward(self._forward, num_outputs)
         self._backward_code: Wrapper | None = None
 
-    def vertical(self) -> LoweredGraph:
-        """Return the same with a backward whose kernels are not fused horizontally (NOTE [Fusion])."""
+    def tight(self) -> LoweredGraph:
+        """Return the same with a tight backward."""
         other = copy.copy(self)
-        other.levers, other._backward_code = self.levers._replace(vertical_only=True), None
+        other.levers, other._backward_code = self.levers._replace(tight_backward=True), None
         return other
 
     @property
@@ -173,9 +166,12 @@ def run_step(
         return _Run(graphs, calls, around, hardware, measures).step()
 
 
-def least_of(usual: StepRun, enough_bytes: float, other: Callable[[], StepRun]) -> StepRun:
-    """Return ``usual``, or the ``other`` run if that takes less and ``usual`` more than ``enough_bytes``."""
-    return usual if usual.needed_bytes <= enough_bytes else min(usual, other(), key=lambda run: run.needed_bytes)
+def least_of(usual: StepRun, enough_bytes: float, tight: Callable[[], StepRun]) -> StepRun:
+    """Return ``usual``, or the run with a tight backward if that takes less, and ``usual`` more than ``enough_bytes``."""
+    if usual.needed_bytes <= enough_bytes:
+        return usual
+    other = replace(tight(), tight_backward=True)
+    return min(usual, other, key=lambda run: run.needed_bytes)
 
 
 @contextmanager
@@ -238,9 +234,8 @@ class _Run:
         self._gradients.clear()
         allocated = self._allocated(peak)
         most = 0 if around.memory.model is None else max(allocated + ROOM_BYTES, self._first_peak(allocated - peak))
-        is_vertical = any(graph.levers.vertical_only for graph in self._graphs)
         return StepRun(
-            allocated, forward_peak, saved_bytes, backward_peak, end, self._seconds, most, floor, is_vertical,
+            allocated, forward_peak, saved_bytes, backward_peak, end, self._seconds, most, floor, False,
             self._laid_out_seconds, self._measured_seconds,
         )  # fmt: skip
 

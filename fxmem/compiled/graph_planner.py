@@ -138,7 +138,7 @@ class GraphPlanner:
             return run_step([graph], ALONE, self.around, self.hardware, measures=self.measures)
 
         graph = self.lowered(point.plan, Levers(layouts_left))
-        return least_of(run(graph), enough_bytes, lambda: run(graph.vertical()))
+        return least_of(run(graph), enough_bytes, lambda: run(graph.tight()))
 
 
 def taken_within(budget_bytes: int | None, choices: Choices[P], around: Surroundings, where: str = STEP) -> Taken[P]:

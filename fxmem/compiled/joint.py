@@ -141,8 +141,17 @@ def why_not_again(node: fx.Node) -> str:
         return "a higher-order op"
     if schema_of(target).name in _SEEDS:
         return "seeds are drawn once"
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if torch.Tag.nondeterministic_seeded in target.tags and not _never_drops(node, target):
         return "it draws random numbers"
     if target.namespace in ("_c10d_functional", "c10d"):
         return "a collective"
-    return "it writes to its input" if target in COPIES or node.is_impure() else ""
+    return "it writes to its input" if target in COPIES or node.is_impure(impure_random=False) else ""
+
+
+def _never_drops(node: fx.Node, op: OpOverload) -> bool:
+    """True for attention without dropout, which has the tag of random ops all the same."""
+    for place, argument in enumerate(schema_of(op).arguments):
+        if argument.name == "dropout_p":
+            default = node.kwargs.get(argument.name, argument.default_value)
+            return bool((node.args[place] if place < len(node.args) else default) == 0)
+    return False

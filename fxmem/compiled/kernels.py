@@ -206,7 +206,7 @@ def _backward_ticks(
         gone.setdefault(place, []).append(index[value])
     tangents = sum(nbytes_of(n) for n in kernels.joint.inputs if is_tangent(n))
     base = around.fixed_bytes + around.held_in_backward_bytes + tangents
-    made, freed = _backward_bytes(kernels.joint)
+    made, freed = _backward_bytes(kernels)
     live, ticks = base, []
     start, peak, unpacks = live, live, tuple(sorted(asked.get(0, ())))
     for place in range(len(kernels.needs)):
@@ -223,25 +223,26 @@ def _backward_ticks(
     return [*ticks, Tick(Phase.BACKWARD, None, unpacks, start, peak, (), (), ())]
 
 
-def _backward_bytes(joint: JointGraph) -> tuple[list[int], list[int]]:
+def _backward_bytes(kernels: Kernels) -> tuple[list[int], list[int]]:
     """Return, by place in the backward, the bytes of values in memory that it makes and that go after it."""
+    joint = kernels.joint
     place = {node: i for i, node in enumerate(joint.backward)}
-    gradients = {g for g in joint.gradients if isinstance(g, fx.Node)}
-    bases: dict[fx.Node, frozenset[fx.Node]] = {}
+    inside = set(joint.backward)
+    bases: dict[fx.Node, tuple[fx.Node, ...]] = {}
     end = len(joint.backward)
     last: dict[fx.Node, int] = {}
-    for node in joint.backward:
-        read = frozenset[fx.Node]().union(*(bases[a] for a in node.all_input_nodes if a in place))
-        for value in read:
-            last[value] = place[node]
-        is_read = any(r.op == "output" or not is_generated(r) for r in readers_of(node))
-        in_memory = not is_view(node) and not is_tuple(node) and (not is_pointwise(node) or is_read)
-        bases[node] = frozenset((node,)) if in_memory else read
-    for gradient in gradients:
-        last.update(dict.fromkeys(bases.get(gradient, ()), end))
+    for node, needs in zip(joint.backward, kernels.needs, strict=True):
+        read = _united(bases, node)
+        last.update(dict.fromkeys(read, place[node]))
+        is_output = any(reader.op == "output" for reader in readers_of(node))
+        in_memory = not is_view(node) and (is_output or _in_memory(node, (*needs, *read), inside))
+        bases[node] = (node,) if in_memory and not is_tuple(node) else read
+    for gradient in joint.gradients:
+        if isinstance(gradient, fx.Node):
+            last.update(dict.fromkeys(bases.get(gradient, ()), end))
     made, freed = [0] * end, [0] * (end + 1)
     for node in joint.backward:
-        if node in bases[node]:
+        if bases[node] == (node,):
             made[place[node]] += nbytes_of(node)
             freed[last.get(node, place[node])] += nbytes_of(node)
     return made, freed

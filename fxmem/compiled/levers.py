@@ -2,6 +2,15 @@
 
 In: :class:`Levers`. Out: a context in which Inductor compiles so.
 
+NOTE [Tight backwards]
+
+Inductor fuses kernels that read the same, up to 64 apart in its order (horizontal fusion). Where what is recomputed for
+two layers reads one mask, both are made at once, and one is there long before it is read. Fused vertically only, with what
+reads their results, the backward's kernels take less there, in as much time, and more elsewhere. Inductor also holds a
+buffer that a later one can take over, for layers on end, where it guesses that the peak is elsewhere. A tight backward does
+neither. Where code takes much more than planned it is tried too (:func:`fxmem.compiled.fakerun.least_of`), and of the
+deepest plan always.
+
 NOTE [What convolutions read]
 
 Where Inductor has convolutions in channels last, it lays out each input of a graph that one reads as soon as the graph
@@ -32,14 +41,14 @@ class Levers(NamedTuple):
     """How a graph is compiled beside its plan."""
 
     layouts_left: bool = False  # convolutions are laid out as they are
-    vertical_only: bool = False  # in the backward no kernels are fused because they read the same (horizontal fusion)
+    tight_backward: bool = False  # no kernels are fused because they read the same, no buffer is held for a later one
 
     @contextlib.contextmanager
     def pulled(self, *, is_backward: bool) -> Iterator[None]:
         """Have Inductor compile the forward or the backward so in the body."""
         settings: dict[str, Any] = {"layout_optimization": False} if self.layouts_left else {}
-        if self.vertical_only and is_backward:
-            settings["score_fusion_memory_threshold"] = sys.maxsize
+        if self.tight_backward and is_backward:
+            settings |= {"score_fusion_memory_threshold": sys.maxsize, "allow_buffer_reuse": False}
         laid_out = replaced_here(GraphLowering, "find_nodes_prefer_channels_last", _laid_out_at_once)
         with inductor_config.patch(settings), laid_out:
             yield

@@ -35,8 +35,9 @@ class CompiledReport(PlainData):
     plan_seconds: float
     layouts_left: bool = False
     """Whether convolutions are laid out as they are: Inductor's copies of their weights, channels last, are spared."""
-    vertical_only: bool = False
-    """Whether no kernels of the backward are fused because they read the same, which may recompute too early."""
+    tight_backward: bool = False
+    """Whether the backward is compiled for less memory: no kernels are fused because they read the same, which may
+    recompute too early, and no buffer is held for a later one to take over."""
     most_bytes: int = 0
     """On CUDA, the most that a step takes, the first included, in which Inductor tries kernels; within the budget too."""
     num_calls: int = 1
@@ -52,7 +53,7 @@ class CompiledReport(PlainData):
             f"{self.num_recomputed} of {self.num_kernels} kernels run again, time {self.overhead_ratio:+.1%} "
             f"(estimate); planned in {self.plan_seconds:.1f} s, {self.num_lowered} plans lowered"
             + ("; weights of convolutions are not copied to channels last" if self.layouts_left else "")
-            + ("; the backward's kernels are not fused horizontally" if self.vertical_only else "")
+            + ("; the backward is compiled for less memory" if self.tight_backward else "")
             + (f"; {self.num_calls} calls of compiled graphs, what runs between them not counted" if several else "")
         )
 

@@ -51,7 +51,7 @@ class PlannedGraph:
     def variant(self, place: int, levers: Levers) -> Variant:
         """Return how the graph is compiled in a step that is compiled so."""
         layouts_left = levers.layouts_left and self.planner.as_laid_out is not None
-        return Variant(place, Levers(layouts_left, levers.vertical_only and place > 0))
+        return Variant(place, Levers(layouts_left, levers.tight_backward and place > 0))
 
     def deepest(self) -> Variant:
         return self.variant(len(self.planner.candidates.points) - 1, Levers(layouts_left=True))
@@ -59,8 +59,8 @@ class PlannedGraph:
     def code(self, variant: Variant) -> LoweredGraph:
         if variant not in self.codes:
             place, levers = variant
-            if levers.vertical_only:
-                code = self.code(Variant(place, levers._replace(vertical_only=False))).vertical()
+            if levers.tight_backward:
+                code = self.code(Variant(place, levers._replace(tight_backward=False))).tight()
             else:
                 code = self.planner.lowered(self.planner.candidates.points[place].plan, levers)
             self.codes[variant] = code
@@ -129,7 +129,7 @@ class StepPlanner:
                 return self._run((*before, *self._variants(combination.places, levers)[len(before) :]))
 
             usual = run_with(Levers(layouts_left))
-            return least_of(usual, enough_bytes, lambda: run_with(Levers(layouts_left, vertical_only=True)))
+            return least_of(usual, enough_bytes, lambda: run_with(Levers(layouts_left, tight_backward=True)))
 
         lays_out = any(graph.planner.as_laid_out is not None for graph in self.graphs[len(before) :])
         return Choices(Candidates(combinations), Candidates(combinations) if lays_out else None, run)

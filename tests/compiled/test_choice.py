@@ -135,11 +135,22 @@ def test_code_that_takes_much_more_than_guessed_is_made_otherwise_too() -> None:
     assert asked == {0: math.inf, 10: 1090 + 0.05 * 200}
 
 
-def test_other_code_is_taken_only_if_it_takes_less() -> None:
-    usual, more, less = run_of(100), run_of(110), replace(run_of(90), vertical_only=True)
+def test_a_tight_backward_is_taken_only_if_it_takes_less() -> None:
+    usual, more, less = run_of(100), run_of(110), run_of(90)
     assert least_of(usual, 100, lambda: less) is usual
     assert least_of(usual, 99, lambda: more) is usual
-    assert least_of(usual, 99, lambda: less) is less
+    assert least_of(usual, 99, lambda: less) == replace(less, tight_backward=True)
+
+
+def test_of_the_deepest_a_tight_backward_is_always_tried() -> None:
+    tried, asked = candidates(NUM_CANDIDATES), {}
+
+    def run(point: FrontierPoint, enough_bytes: float) -> StepRun:
+        asked[point.plan.limits[0]] = enough_bytes
+        return run_of(1100 - point.plan.limits[0])
+
+    tried.least_bytes(run)
+    assert asked[NUM_CANDIDATES - 1] == 0
 
 
 def test_of_the_finer_ones_the_first_is_taken_that_fits_and_gains() -> None:

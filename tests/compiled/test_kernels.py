@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxmem.compiled.joint import JointGraph
+from fxmem.compiled.joint import JointGraph, why_not_again
 from fxmem.compiled.kernels import Kernels, profile_of
 from fxmem.compiled.lower import without_duplicates
 from fxmem.compiled.surroundings import Surroundings
-from fxmem.ir import GraphProfile
+from fxmem.ir import GraphProfile, Phase
 from fxmem.profiling.roofline import PRESETS
 from tests.compiled.seat import in_the_seat
 
@@ -66,3 +66,38 @@ def test_of_a_maximum_of_windows_its_place_in_the_window_is_in_memory_a_byte_eac
     assert sorted(s.nbytes // numel for s in profile.storages) == [1, 4, 4, 4]
     seconds = {s.nbytes // numel: profile.recipes[s.recipe].seconds for s in profile.storages if s.recipe is not None}
     assert seconds[1] > 5e-9 * numel, "numbers are compared one at a time"
+
+
+def test_attention_without_dropout_may_run_again_though_torch_says_that_it_draws_random_numbers() -> None:
+    heads = [torch.randn(1, 2, 16, 8) for _ in range(2)]
+    profile = profile_for(lambda q, k: F.scaled_dot_product_attention(q, k, k * 2).sin() @ k.mT, *heads)
+    attention = next(node for node in profile.nodes if "attention" in node.op)
+    assert all(profile.storages[made].recipe is not None for made in attention.creates)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "why_not"),
+    [((), {}, ""), ((0.0,), {}, ""), ((0.1,), {}, "random"), ((), {"dropout_p": 0.1}, "random")],
+)
+def test_attention_with_dropout_never_runs_again(args: Any, kwargs: dict[str, Any], why_not: str) -> None:
+    graph = fx.Graph()
+    tensors = [graph.placeholder(name) for name in "qkv"]
+    node = graph.call_function(torch.ops.aten._scaled_dot_product_flash_attention.default, (*tensors, *args), kwargs)
+    assert why_not in why_not_again(node)
+    assert bool(why_not_again(node)) is bool(why_not)
+
+
+def test_gradients_of_a_residual_do_not_stay_until_the_backward_is_over() -> None:
+    """Inductor writes a sum that is computed from many buffers, and lets go of these."""
+
+    def tower(depth: int) -> Callable[..., torch.Tensor]:
+        def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            for _ in range(depth):
+                x = x + (F.layer_norm(x, x.shape[-1:]) @ w).relu()
+            return x
+
+        return run
+
+    shallow, deep = (profile_for(tower(depth), torch.randn(256, 32), torch.randn(32, 32)) for depth in (6, 12))
+    most_bytes = [max(t.peak_bytes for t in profile.ticks if t.phase is Phase.BACKWARD) for profile in (shallow, deep)]
+    assert most_bytes[1] - most_bytes[0] <= 6 * 32 * 32 * 4, "beside gradients of w"

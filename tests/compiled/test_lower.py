@@ -58,21 +58,32 @@ def test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_comp
     assert calls == []
 
 
-@pytest.mark.parametrize(("vertical_only", "num_kernels"), [(False, 1), (True, 2)])
-def test_what_reads_the_same_is_one_kernel_unless_fusion_is_vertical_only(
-    vertical_only: bool, num_kernels: int
-) -> None:
+@pytest.mark.parametrize(("tight", "num_kernels"), [(False, 1), (True, 2)])
+def test_what_reads_the_same_is_one_kernel_unless_a_backward_is_tight(tight: bool, num_kernels: int) -> None:
     calls: list[Any] = []
 
     def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
         forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
-        with levers.Levers(vertical_only=vertical_only).pulled(is_backward=True):
+        with levers.Levers(tight_backward=tight).pulled(is_backward=True):
             wrapper = lower.lowered_forward(forward, num_outputs)
         with FakeTensorMode():
             lower.function_of(wrapper, lambda *call: calls.append(call))([torch.empty(64, 64)])
 
     in_the_seat(look, lambda x: (x.sin() @ x.detach(), x.tanh()), torch.randn(64, 64, requires_grad=True))
     assert len(calls) == num_kernels
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_a_buffer_is_held_for_a_later_one_unless_a_backward_is_tight(tight: bool) -> None:
+    sources: list[str] = []
+
+    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
+        forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
+        with levers.Levers(tight_backward=tight).pulled(is_backward=True):
+            sources.append(lower.lowered_forward(forward, num_outputs).source)
+
+    in_the_seat(look, lambda x: (x @ x.detach()) @ x.detach() @ x.detach(), torch.randn(64, 64, requires_grad=True))
+    assert ("# reuse" in sources[0]) is not tight
 
 
 @pytest.mark.parametrize("pulled", [False, True])
