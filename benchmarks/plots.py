@@ -31,7 +31,12 @@ STYLE = {
     "partitioner": ("X", "#9d6bce", "torch.compile memory budget (no fusion)"),
     "inductor": ("X", "#3c096c", "torch.compile memory budget (inductor)"),
 }
-OURS = "#1d6fb8"
+BLUE = "#1d6fb8"
+OURS = {
+    "fxmem": ("o", BLUE, "fxmem (eager's bits)"),
+    "fxmem inductor": ("*", "#2a9d4a", 'fxmem, backend="inductor" (other bits: the compiler\'s)'),
+}
+"""The two backends of fxmem."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +80,7 @@ def _axes(width: float = 7.0, height: float = 4.2) -> tuple[Any, Any]:
 def peak_time(name: str, rows: list[Row]) -> Any:
     """Return a figure of every way on one model: peak as a share of eager's, time over eager's; lower left is better."""
     measured = [row for row in rows if row.model == name and row.time_ratio is not None and row.peak_bytes is not None]
-    of_model = [row for row in measured if row.kind == "fxmem" or row.kind in STYLE]
+    of_model = [row for row in measured if row.kind in OURS or row.kind in STYLE]
     figure, axes = _axes(7.0, 5.0)
     axes.plot(1, 1, "o", color="#222", markersize=9, label="eager")
     named: set[str] = set()
@@ -87,7 +92,8 @@ def peak_time(name: str, rows: list[Row]) -> Any:
         _point(axes, row, marker=marker, color=colour, markerfacecolor="white" if wrong else colour, markersize=8,
                linestyle="none", label=None if label in named else label)  # fmt: skip
         named.add(label)
-    _our_curve(axes, [row for row in of_model if row.kind == "fxmem"])
+    for kind in OURS:
+        _our_curve(axes, kind, [row for row in of_model if row.kind == kind])
     if any(_wrong(row) for row in of_model):
         axes.plot([], [], "s", color="#777", markerfacecolor="white", label="hollow: wrong gradients or BatchNorm")
     axes.set_xlabel("peak memory of the training step, share of eager")
@@ -105,18 +111,19 @@ def _point(axes: Any, row: Row, **style: Any) -> None:
     axes.errorbar(share, row.time_ratio, yerr=error, elinewidth=1, capsize=2, zorder=3, **style)
 
 
-def _our_curve(axes: Any, ours: list[Row]) -> None:
-    """Draw fxmem's plans from most to least memory; a point beaten by another one of them is noise of the clock."""
+def _our_curve(axes: Any, kind: str, ours: list[Row]) -> None:
+    """Draw a backend's plans from most to least memory; a point beaten by another one of them is noise of the clock."""
+    marker, colour, label = OURS[kind]
     ordered = sorted(ours, key=lambda row: -(row.peak_bytes or 0))
     share = [row.peak_bytes / row.eager_peak_bytes for row in ordered]  # type: ignore[operator]
-    axes.plot(share, [row.time_ratio for row in ordered], color=OURS, linewidth=1.2, alpha=0.5, zorder=2)
+    axes.plot(share, [row.time_ratio for row in ordered], color=colour, linewidth=1.2, alpha=0.5, zorder=2)
     for i, row in enumerate(ordered):
-        _point(axes, row, marker="o", color=OURS, markersize=5, linestyle="none", label="fxmem" if not i else None)
+        _point(axes, row, marker=marker, color=colour, markersize=5, linestyle="none", label=None if i else label)
 
 
 def _limit(axes: Any, rows: list[Row]) -> None:
     """Cut off the lowest budgets' steep rise where it would flatten all else, and say so."""
-    peers = [row.time_ratio for row in rows if row.kind != "fxmem"]
+    peers = [row.time_ratio for row in rows if row.kind not in OURS]
     most = max(1.6, 1.25 * max((r for r in peers if r is not None), default=1.5))
     beyond = [row for row in rows if (row.time_ratio or 0) > most]
     highest = max((row.time_ratio or 0) for row in rows)
@@ -124,7 +131,7 @@ def _limit(axes: Any, rows: list[Row]) -> None:
     axes.set_ylim(min(0.9, 0.95 * lowest), most if beyond else max(1.3, 1.08 * highest))
     for row in beyond:
         share = row.peak_bytes / row.eager_peak_bytes  # type: ignore[operator]
-        axes.annotate(f"×{row.time_ratio:.1f}", (share, most), ha="center", va="top", size=8, color=OURS,
+        axes.annotate(f"×{row.time_ratio:.1f}", (share, most), ha="center", va="top", size=8, color=OURS[row.kind][1],
                       xytext=(0, -2), textcoords="offset points")  # fmt: skip
 
 
@@ -143,7 +150,7 @@ def prediction(rows: list[Row]) -> Any:
     y = [row.peak_bytes / 1e6 for row in ours]  # type: ignore[operator]
     low, high = 0.9 * min(x), 1.1 * max(x)
     axes.plot([low, high], [low, high], color="#999", linewidth=1, zorder=1)
-    axes.plot(x, y, "o", color=OURS, alpha=0.6, markersize=5, zorder=2)
+    axes.plot(x, y, "o", color=BLUE, alpha=0.6, markersize=5, zorder=2)
     exact = sum(row.peak_bytes == row.predicted_peak_bytes for row in ours)
     num_models = len({row.model for row in ours})
     axes.set_title(f"{exact} of {len(ours)} plans of {num_models} models exact to the byte", size=10, loc="left")
@@ -161,7 +168,7 @@ def planning() -> Any:
     sizes = [row["recipes"] for row in body["rows"]]
     seconds = [row["cpu_seconds"] for row in body["rows"]]
     figure, axes = _axes(6.0, 3.6)
-    axes.plot(sizes, seconds, "o-", color=OURS)
+    axes.plot(sizes, seconds, "o-", color=BLUE)
     for size, value in zip(sizes, seconds, strict=True):
         axes.annotate(f"{value:.1f} s", (size, value), xytext=(-4, 7), textcoords="offset points", size=8, ha="right")
     axes.set(xscale="log", yscale="log", xlabel="recomputable ops of the graph", ylabel="CPU seconds, one core")

@@ -6,7 +6,7 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks import ablation as ablation_of_stages
@@ -25,6 +25,7 @@ from benchmarks.published_memory import told
 from benchmarks.report_time import told as report_times
 from benchmarks.results_file import RESULTS
 from benchmarks.verdicts import EAGER_PEERS, OURS_COMPILED, Verdict
+from benchmarks.ways import FUSED
 
 ROOT = Path(__file__).parent.parent
 
@@ -108,6 +109,7 @@ def compare() -> str:
             f"{statistics.median(v.peer_extra for v in per_block):+.0%} | {our_extra:+.0%} |",
             f"| least peak over eager's (per block, selective, sequential; median) | {their_floor:.2f} | {our_floor:.2f} |",
             f"| models whose BatchNorm statistics come out wrong | {wrong} | {ours_wrong} |",
+            *_compiled_lines(rows),
             "",
             f"fxmem reaches the checkpointed peak on {reached} of {len(per_block)}. `torch.compile` fuses kernels, which "
             "the eager steps measured here do not: beside its memory budget with inductor on the CPU fxmem loses at "
@@ -115,6 +117,26 @@ def compare() -> str:
             "[docs/results.md](docs/results.md), [docs/comparison.md](docs/comparison.md).",
         )
     )
+
+
+def _compiled_lines(rows: list[Row]) -> Iterator[str]:
+    """Yield the lines of the compiled backend beside ``torch.compile``'s memory budget."""
+    verdicts = [v for v in verdicts_in(rows, OURS_COMPILED) if v.peer != FUSED.name and v.our_extra is not None]
+    right = [v for v in verdicts if "peer's gradients wrong" not in v.note]
+    least: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        if row.way == "fxmem, inductor least" and row.peak_bytes is not None and row.eager_peak_bytes is not None:
+            theirs = min(r.peak_bytes for r in rows if r.model == row.model and r.kind == "inductor" and r.peak_bytes)
+            least[row.model] = theirs / row.eager_peak_bytes, row.peak_bytes / row.eager_peak_bytes
+    if right and least:
+        what = "compiled (`backend=\"inductor\"`; other bits than eager's) beside `torch.compile`'s memory budget"
+        theirs, ours = (statistics.median(column) for column in zip(*least.values(), strict=True))
+        yield (
+            f"| {what}: extra time in the same memory, where its gradients are right ({len(right)} points; median) | "
+            f"{statistics.median(v.peer_extra for v in right):+.0%} | "
+            f"{statistics.median(v.our_extra for v in right if v.our_extra is not None):+.0%} |"
+        )
+        yield f"| compiled: least peak over eager's ({len(least)} models; median) | {theirs:.2f} | {ours:.2f} |"
 
 
 def _in_inductors_seat(rows: list[Row]) -> str:
