@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from benchmarks.frontier import PEERS
 from benchmarks.measure import Row
 from benchmarks.models import MODELS
 from benchmarks.results_file import RESULTS, load_rows, where_measured
-from benchmarks.verdicts import OURS, OURS_COMPILED, Verdict, verdicts_of
+from benchmarks.verdicts import OURS, OURS_COMPILED, Verdict, megabytes, verdicts_of
 from benchmarks.ways import NOT_INSTALLABLE
 
 
@@ -88,7 +88,7 @@ def _compiled_beside_torch(rows: list[Row]) -> Iterator[str]:
         "own budgets; extra times of both are over the same compiler's time with nothing recomputed:"
     )
     yield from ("", *HEAD, *map(_line, verdicts), "")
-    right = [v for v in verdicts if "peer's gradients wrong" not in v.note]
+    right = right_of(verdicts)
     yield (
         f"{len(verdicts)} points, lost {sum(v.lost for v in verdicts)}; of the {len(right)} where torch's gradients are "
         f"right, lost {sum(v.lost for v in right)}. {' '.join(_least_of_compiled(rows))}"
@@ -97,10 +97,20 @@ def _compiled_beside_torch(rows: list[Row]) -> Iterator[str]:
 
 
 def _least_of_compiled(rows: list[Row]) -> Iterator[str]:
+    for ours, theirs in least_compiled(rows):
+        yield f"{ours.model}: least peak {megabytes(ours.peak_bytes)} MB, torch's {megabytes(theirs)}."
+
+
+def least_compiled(rows: list[Row]) -> Iterator[tuple[Row, int]]:
+    """Yield the row of fxmem's least compiled peak on each model, and the bytes of torch.compile's."""
     for row in rows:
         if row.way == "fxmem, inductor least" and row.peak_bytes is not None:
-            theirs = min(r.peak_bytes for r in rows if r.model == row.model and r.kind == "inductor" and r.peak_bytes)
-            yield f"{row.model}: least peak {row.peak_bytes / 1e6:.1f} MB, torch's {theirs / 1e6:.1f}."
+            yield row, min(r.peak_bytes for r in rows if r.model == row.model and r.kind == "inductor" and r.peak_bytes)
+
+
+def right_of(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Return the verdicts on peers whose gradients are right."""
+    return [v for v in verdicts if "peer's gradients wrong" not in v.note]
 
 
 def _floors() -> list[str]:

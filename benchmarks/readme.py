@@ -11,7 +11,15 @@ from pathlib import Path
 
 from benchmarks import ablation as ablation_of_stages
 from benchmarks import ablation_runtime, below_the_floor, frameworks, lengths
-from benchmarks.comparison_page import by_kind, compared, comparison_page, percent, verdicts_in
+from benchmarks.comparison_page import (
+    by_kind,
+    compared,
+    comparison_page,
+    least_compiled,
+    percent,
+    right_of,
+    verdicts_in,
+)
 from benchmarks.compiled import told as compiled_steps
 from benchmarks.compiled_budgets import told as compiled_budgets
 from benchmarks.cuda_memory import told as cuda_budgets
@@ -120,29 +128,28 @@ def compare() -> str:
 
 
 def _compiled_lines(rows: list[Row]) -> Iterator[str]:
-    """Yield the lines of the compiled backend beside ``torch.compile``'s memory budget."""
-    verdicts = [v for v in verdicts_in(rows, OURS_COMPILED) if v.peer != FUSED.name and v.our_extra is not None]
-    right = [v for v in verdicts if "peer's gradients wrong" not in v.note]
-    least: dict[str, tuple[float, float]] = {}
-    for row in rows:
-        if row.way == "fxmem, inductor least" and row.peak_bytes is not None and row.eager_peak_bytes is not None:
-            theirs = min(r.peak_bytes for r in rows if r.model == row.model and r.kind == "inductor" and r.peak_bytes)
-            least[row.model] = theirs / row.eager_peak_bytes, row.peak_bytes / row.eager_peak_bytes
-    if right and least:
-        what = "compiled (`backend=\"inductor\"`; other bits than eager's) beside `torch.compile`'s memory budget"
-        theirs, ours = (statistics.median(column) for column in zip(*least.values(), strict=True))
-        yield (
-            f"| {what}: extra time in the same memory, where its gradients are right ({len(right)} points; median) | "
-            f"{statistics.median(v.peer_extra for v in right):+.0%} | "
-            f"{statistics.median(v.our_extra for v in right if v.our_extra is not None):+.0%} |"
+    """Yield the lines of the compiled backend beside ``torch.compile``'s memory budget; none if it was not measured."""
+    budgeted = right_of(v for v in verdicts_in(rows, OURS_COMPILED) if v.peer != FUSED.name)
+    extra = [(v.peer_extra, v.our_extra) for v in budgeted if v.our_extra is not None]
+    least = [
+        (theirs / row.eager_peak_bytes, row.peak_bytes / row.eager_peak_bytes) for row, theirs in least_compiled(rows)
+    ]  # type: ignore[operator]
+    if extra and least:
+        their_extra, our_extra, their_least, our_least = (
+            statistics.median(column) for pairs in (extra, least) for column in zip(*pairs, strict=True)
         )
-        yield f"| compiled: least peak over eager's ({len(least)} models; median) | {theirs:.2f} | {ours:.2f} |"
+        yield (
+            "| compiled (`backend=\"inductor\"`; other bits than eager's) beside `torch.compile`'s memory budget: extra "
+            f"time in the same memory, where its gradients are right ({len(extra)} points; median) | {their_extra:+.0%} | "
+            f"{our_extra:+.0%} |"
+        )
+        yield f"| compiled: least peak over eager's ({len(least)} models; median) | {their_least:.2f} | {our_least:.2f} |"
 
 
 def _in_inductors_seat(rows: list[Row]) -> str:
     """Return a sentence on the compiled backend beside torch.compile's own budgets; nothing if it was not measured."""
     verdicts = list(verdicts_in(rows, OURS_COMPILED))
-    right = [v for v in verdicts if "peer's gradients wrong" not in v.note]
+    right = right_of(verdicts)
     if not right:
         return ""
     return (

@@ -7,7 +7,7 @@ torch's is in :mod:`fxmem.torch_patches`. Each name has a row in docs/architectu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, TypeVar, cast
@@ -48,6 +48,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "active_fake_mode",
+    "arguments_by_name",
     "at_end_of_backward",
     "attention_order",
     "channels_last_strides",
@@ -216,6 +217,15 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 # -- operators -----------------------------------------------------------------------------------------------------------
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
+
+
+def arguments_by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of an op by the names of its schema, with defaults of those not given."""
+    declared = schema_of(op).arguments
+    defaults = {a.name: a.default_value for a in declared if a.has_default_value()}
+    return defaults | {a.name: value for a, value in zip(declared, args, strict=False)} | dict(kwargs)
+
+
 """Return the schema of an operator: its arguments, which of them it writes, its results."""
 
 

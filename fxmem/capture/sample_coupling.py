@@ -19,7 +19,7 @@ from fxmem.capture.graph import CaptureGraph, source_of
 from fxmem.errors import InputError
 from fxmem.op_facts.kinds import SampleRole
 from fxmem.op_facts.lookup import by_op, with_role
-from fxmem.torch_private import OpOverload, schema_of
+from fxmem.torch_private import OpOverload, arguments_by_name, schema_of
 
 NEW = with_role(SampleRole, "new")
 """What reads no value of its argument."""
@@ -145,9 +145,8 @@ def _first(node: fx.Node) -> bool:
 def _along_others(node: fx.Node) -> bool:
     """True if the dimensions that the op goes along are none of samples."""
     assert isinstance(node.target, OpOverload)
-    given = dict(zip((a.name for a in schema_of(node.target).arguments), node.args, strict=False)) | dict(node.kwargs)
-    defaults = {a.name: a.default_value for a in schema_of(node.target).arguments}
-    dims = given.get("dims", given.get("dim", defaults.get("dims", defaults.get("dim"))))
+    given = arguments_by_name(node.target, node.args, node.kwargs)
+    dims = given.get("dims", given.get("dim"))
     if dims is None:
         return False
     if node.target in SLICES and _is_whole(node):

@@ -172,8 +172,9 @@ class Calls:
             return self._tried_variant(before, call)
         if graph.breaks_off and budget is not None:
             alone = StepPlanner((graph.planned,), (GraphCall(),), graph.planned.planner.around)
-            if alone.peak_bytes(alone.deepest()) <= budget:
-                return self._tried.setdefault((graph,), graph.planned.deepest())
+            (deepest,) = alone.deepest()
+            if alone.peak_bytes((deepest,)) <= budget:
+                return self._tried.setdefault((graph,), deepest)
         is_all = not (graph.breaks_off or graph.planned.planner.around.others)
         taken, report = graph.planned.planner.within(budget, STEP if is_all else _first(1))
         variant = graph.planned.variant(taken.place, taken.levers)
@@ -247,7 +248,7 @@ class Calls:
         if budget is not None:
             found = planned.last_within(variants, budget)
             if found is None:
-                found = planned.graphs[-1].deepest()
+                found = planned.deepest()[-1]
                 least = planned.letting_go()
                 if (least_bytes := least.peak_bytes(least.deepest())) > budget:
                     raise infeasible(least_bytes, planned.around, budget, _first(len(calls)))

@@ -141,8 +141,10 @@ class Candidates(Generic[P]):
         return self.points[place].peak_bytes + first_bytes - self.points[0].peak_bytes
 
     def _enough_bytes(self, place: int) -> float:
-        if place in (0, len(self.points) - 1):
-            return 0.0 if place else math.inf
+        if place == 0:
+            return math.inf
+        if place == len(self.points) - 1:
+            return 0.0
         first = self.runs[0]
         return self._guessed_bytes(place, first.needed_bytes) + MUCH * (first.peak_bytes - first.floor_bytes)
 

@@ -57,12 +57,12 @@ class StepRun:
     what the allocator leaves unsplit depends on what compiling left it."""
     floor_bytes: int = 0
     """What the end of the step takes, gradients and the optimizer's step: no plan changes that."""
-    tight_backward: bool = False
-    """Whether that is why it takes less (NOTE [Tight backwards] in :mod:`fxmem.compiled.levers`)."""
     laid_out_seconds: float = 0.0
     """Of ``seconds``: of what layouts decide, convolutions and copies from one layout to another; 0 if not measured."""
     measured_seconds: float = 0.0
     """What these take on this machine."""
+    tight_backward: bool = False
+    """Whether that is why it takes less (NOTE [Tight backwards] in :mod:`fxmem.compiled.levers`)."""
 
     @property
     def needed_bytes(self) -> int:
@@ -235,7 +235,7 @@ class _Run:
         allocated = self._allocated(peak)
         most = 0 if around.memory.model is None else max(allocated + ROOM_BYTES, self._first_peak(allocated - peak))
         return StepRun(
-            allocated, forward_peak, saved_bytes, backward_peak, end, self._seconds, most, floor, False,
+            allocated, forward_peak, saved_bytes, backward_peak, end, self._seconds, most, floor,
             self._laid_out_seconds, self._measured_seconds,
         )  # fmt: skip
 

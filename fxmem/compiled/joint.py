@@ -17,7 +17,7 @@ from torch import fx
 
 from fxmem.op_facts.kinds import CompiledRole
 from fxmem.op_facts.lookup import with_role
-from fxmem.torch_private import OpOverload, schema_of, tree_leaves
+from fxmem.torch_private import OpOverload, arguments_by_name, schema_of, tree_leaves
 
 COPIES = with_role(CompiledRole, "copy")
 """What writes to the step's inputs, such as the running statistics of a BatchNorm."""
@@ -141,17 +141,13 @@ def why_not_again(node: fx.Node) -> str:
         return "a higher-order op"
     if schema_of(target).name in _SEEDS:
         return "seeds are drawn once"
-    if torch.Tag.nondeterministic_seeded in target.tags and not _never_drops(node, target):
+    if torch.Tag.nondeterministic_seeded in target.tags and not _never_drops(node):
         return "it draws random numbers"
     if target.namespace in ("_c10d_functional", "c10d"):
         return "a collective"
     return "it writes to its input" if target in COPIES or node.is_impure(impure_random=False) else ""
 
 
-def _never_drops(node: fx.Node, op: OpOverload) -> bool:
+def _never_drops(node: fx.Node) -> bool:
     """True for attention without dropout, which has the tag of random ops all the same."""
-    for place, argument in enumerate(schema_of(op).arguments):
-        if argument.name == "dropout_p":
-            default = node.kwargs.get(argument.name, argument.default_value)
-            return bool((node.args[place] if place < len(node.args) else default) == 0)
-    return False
+    return arguments_by_name(node.target, node.args, node.kwargs).get("dropout_p") == 0

@@ -53,8 +53,8 @@ class PlannedGraph:
         layouts_left = levers.layouts_left and self.planner.as_laid_out is not None
         return Variant(place, Levers(layouts_left, levers.tight_backward and place > 0))
 
-    def deepest(self) -> Variant:
-        return self.variant(len(self.planner.candidates.points) - 1, Levers(layouts_left=True))
+    def deepest(self, levers: Levers) -> Variant:
+        return self.variant(len(self.planner.candidates.points) - 1, levers)
 
     def code(self, variant: Variant) -> LoweredGraph:
         if variant not in self.codes:
@@ -116,7 +116,9 @@ class StepPlanner:
         return replace(self, calls=tuple(replace(call, outputs_stay=False) for call in self.calls))
 
     def deepest(self) -> tuple[Variant, ...]:
-        return tuple(graph.deepest() for graph in self.graphs)
+        """Return all graphs at their deepest, with usual or with tight backwards, whichever take less."""
+        both = (Levers(layouts_left=True), Levers(layouts_left=True, tight_backward=True))
+        return min((tuple(graph.deepest(each) for graph in self.graphs) for each in both), key=self.peak_bytes)
 
     def _variants(self, places: Sequence[int], levers: Levers) -> tuple[Variant, ...]:
         return tuple(graph.variant(place, levers) for graph, place in zip(self.graphs, places, strict=True))

@@ -32,7 +32,7 @@ from fxmem.profiling.cuda_scratch import (
     uses_cublaslt,
 )
 from fxmem.profiling.cudnn_workspace import IN_CUDNN, measured_workspaces, workspace_bound
-from fxmem.torch_private import schema_of
+from fxmem.torch_private import arguments_by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class DeviceMemory:
         name = func.overloadpacket.__name__
         if self.model is None or not (has_rule(name) or name in IN_CUDNN) or not _is_on_cuda(args):
             return _NOTHING
-        given = _given(func, args, kwargs)
+        given = arguments_by_name(func, args, kwargs)
         arguments = _plain_by_name(given)
         scratch, bound = scratch_of(name, arguments, self.model), 0
         if name in IN_CUDNN:
@@ -116,7 +116,7 @@ class DeviceMemory:
     def made_first(self, func: Any, args: Any, kwargs: Any, output: Any) -> list[Any]:
         """Return those results of a dispatched op that its kernel on CUDA allocates before the others."""
         fact = _MADE_FIRST.get(func)
-        if fact is None or not _IS_THERE[fact.where](_plain_by_name(_given(func, args, kwargs))):
+        if fact is None or not _IS_THERE[fact.where](_plain_by_name(arguments_by_name(func, args, kwargs))):
             return []
         return [output[place] for place in fact.places]
 
@@ -161,13 +161,6 @@ def _with_workspaces(scratch: Scratch, workspaces: tuple[int, ...]) -> Scratch:
     if len(workspaces) > 1:
         return replace(scratch, after=workspaces)
     return replace(scratch, phases=(*scratch.phases, workspaces))
-
-
-def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by the names of the op's schema."""
-    declared = schema_of(func).arguments
-    given = {a.name: a.default_value for a in declared if a.has_default_value()}
-    return given | {a.name: value for a, value in zip(declared, args, strict=False)} | dict(kwargs)
 
 
 def _plain_by_name(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ import gc
 import random
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,8 +21,12 @@ from torch import nn
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
 from fxmem.api.arguments import settings_of
-from fxmem.compiled.step_planner import path
-from fxmem.compiled.surroundings import joined, surroundings_of, with_loss
+from fxmem.compiled.choice import Candidates
+from fxmem.compiled.fakerun import GraphCall
+from fxmem.compiled.graph_planner import GraphPlanner
+from fxmem.compiled.levers import Levers
+from fxmem.compiled.step_planner import PlannedGraph, StepPlanner, Variant, path
+from fxmem.compiled.surroundings import Surroundings, joined, surroundings_of, with_loss
 from fxmem.ir import FrontierPoint, Plan
 from fxmem.torch_private import storage_key
 from tests.compiled.models import Block
@@ -223,3 +228,19 @@ def test_the_path_of_a_step_goes_from_keeping_all_to_the_deepest_and_costs_ever_
         assert after.recompute_seconds >= before.recompute_seconds
     seconds = [sum(points[i].recompute_seconds for points, i in zip(frontiers, c.places, strict=True)) for c in found]
     assert [c.recompute_seconds for c in found] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("tight_takes", [90, 110])
+def test_at_its_deepest_a_step_has_tight_backwards_where_these_take_less(
+    monkeypatch: pytest.MonkeyPatch, tight_takes: int
+) -> None:
+    """A budget that only these keep is not refused."""
+    points = tuple(FrontierPoint(Plan("test", ()), peak, 0.0) for peak in (3, 2, 1))
+    graph: Any = PlannedGraph(cast(GraphPlanner, SimpleNamespace(candidates=Candidates(points), as_laid_out=None)))
+    planner = StepPlanner((graph, graph), (GraphCall(), GraphCall()), Surroundings())
+
+    def peak_bytes(_: StepPlanner, variants: Sequence[Variant]) -> int:
+        return tight_takes if all(each.levers.tight_backward for each in variants) else 100
+
+    monkeypatch.setattr(StepPlanner, "peak_bytes", peak_bytes)
+    assert planner.deepest() == (Variant(2, Levers(tight_backward=tight_takes < 100)),) * 2
