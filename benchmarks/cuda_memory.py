@@ -134,6 +134,7 @@ def _trained(case: Case, optimizer: str, asked_for: dict[str, Any]) -> tuple[Any
         "step": step_of(case, made, scaler),
         "cost": "h100",
         "plan_seconds": 1.0,
+        "backend": "eager",
         **asked_for,
     }
     return model, batch, scaler, made, options
