@@ -133,6 +133,8 @@ def settings_of(options: Options) -> Settings:
     allow, policy = check_choices(given["allow"]), check_policy(given["policy"])
     if "recompute" not in allow and any(action == "recompute" for _, action in policy):
         raise InputError('policy= says to recompute, which allow= does not: add "recompute" to allow, or drop the rule')
+    if "fuse" in allow and given["runtime"] == "tape":
+        raise InputError('"fuse" in allow= is of steps that run as programs, not on the tape: leave out runtime="tape"')
     step = _step_of(given)
     return Settings(
         budget_bytes=None,

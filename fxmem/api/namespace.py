@@ -160,6 +160,13 @@ class Namespace:
         return "tape" if joint is None else joint.runtime
 
     @property
+    def fused(self) -> str:
+        """With ``allow=(..., "fuse")``: how many chains of ops run as one kernel each, and what of a step that gains,
+        or why none do. Kernels are made when a step is written down, most often the second."""
+        joint = self._latest().joint
+        return "none: steps stay on the tape" if joint is None else joint.fused
+
+    @property
     def plan(self) -> Plan:
         """What is kept and what is recomputed."""
         return self._elsewhere[0] if self._is_elsewhere(self._elsewhere) else self._latest().plan

@@ -29,6 +29,7 @@ from fxmem.errors import InputError
 from fxmem.runtime import compressed_ops, frozen_batch_norm, inplace_ops, lean_backwards
 from fxmem.runtime.programs.joint import JointSteps, Judge
 from fxmem.runtime.programs.recording import Inside, nothing_inside
+from fxmem.runtime.programs.trial import Fuse
 from fxmem.runtime.scoped_ops import op_of, op_text, region_of
 from fxmem.runtime.tape_table import HOOKED_SECONDS, RERUN_SECONDS
 from fxmem.torch_private import OpOverload, tree_leaves
@@ -77,15 +78,18 @@ def joint_steps(
     inside: Inside = nothing_inside,
     judge: Judge | None = None,
     clears_gradients: bool = False,
+    fuse: Fuse | None = None,
 ) -> JointSteps | None:
     """Return what runs the steps of ``graph_module``, emitted from ``captured``, as programs; None if they run on the tape.
 
     ``room_bytes``: what a planned step leaves of its budget. ``num_watched``: calls before one is written down.
     ``asked_for``: the runtime, and what a budget bounds. ``inside``: what kernels take.
     ``judge``: says whether a program keeps the budget. ``clears_gradients``: the loop clears them before the backward.
+    ``fuse``: makes kernels for chains of calls, for which programs are there at once.
     """
     devices = tuple(dict.fromkeys(t.device for t in (*captured.parameters, *inputs.tensors)))
     runs = runtime_for(*asked_for, devices)
+    runs = "program" if fuse is not None and runs == "auto" else runs
     before = calls_before(graph_module) if runs == "auto" else num_watched
     if runs == "tape" or before is None:
         return None
@@ -106,6 +110,7 @@ def joint_steps(
         inside=inside,
         judge=judge,
         clears_gradients=clears_gradients,
+        fuse=fuse,
     )
 
 

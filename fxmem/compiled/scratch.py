@@ -9,14 +9,13 @@ no table tells. What was measured is kept for the process.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fxmem.profiling.op_benchmark import cpu_seconds
+from fxmem.runtime.allocations import allocated_on_cpu
 from fxmem.torch_private import OpOverload, tree_map_only, without_modes
 
 _MEASURED: dict[str, int] = {}
@@ -28,8 +27,6 @@ LEAST_RUNS, MOST_RUNS, ENOUGH_SECONDS = 3, 20, 0.06
 _NAMESPACES = frozenset({"aten", "mkldnn", "onednn"})
 _WITHOUT = frozenset({"fill_", "zero_"})
 """Ops that write where they are told to."""
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
-"""What the profiler's library reads from the environment, of which the first time counts."""
 
 
 def scratch_bytes(op: Any, args: Any, kwargs: Any) -> int:
@@ -99,29 +96,10 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     return _empty(tensor).zero_()
 
 
-@contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's own log from standard error: two lines each time, by default, in torch 2.13."""
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = "99"
-    try:
-        yield
-    finally:
-        del os.environ[_LOG_LEVEL]
-
-
 def _measured(op: OpOverload, args: Any, kwargs: Any) -> int:
     """Return the peak of what is allocated in one run, above what is left of it."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with _quiet_profiler(), torch.profiler.profile(profile_memory=True, activities=activities) as profiler:
-        result = op(*args, **kwargs)
-    results: Any = profiler.profiler.kineto_results
-    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
     live = peak = 0
-    for event in events:
-        live += event.nbytes()
+    for nbytes in allocated_on_cpu(lambda: op(*args, **kwargs)):
+        live += nbytes
         peak = max(peak, live)
-    del result
     return peak - live

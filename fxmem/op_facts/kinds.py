@@ -279,5 +279,9 @@ class CompiledRole(Role):
     """In the joint graph of a compiled step (:mod:`fxmem.compiled.joint`)."""
 
 
+class FusedRole(Role):
+    """In chains that run as one kernel (:mod:`fxmem.runtime.programs.fused_calls`)."""
+
+
 class RecordedRole(Role):
     """In a step that is written down (:mod:`fxmem.runtime.programs.recording`)."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from fxmem.op_facts.kinds import CompiledRole, OpFact, RecordedRole, RowRole, SampleRole
+from fxmem.op_facts.kinds import CompiledRole, FusedRole, OpFact, RecordedRole, RowRole, SampleRole
 
 _ROWS = (
     "a run shows what is read and made, not which element is made of which; what an op does to rows is its definition"
 )
 _SAMPLES = "a run shows sizes, not which sample is made of which; along which dimensions an op goes is its definition"
 _COMPILED = "a compiled graph is lowered, not run op by op; what Inductor makes of an op is in its lowering alone"
+_FUSED = "that a kernel of Inductor's has eager's bits is shown by that kernel, which a run on fakes does not make"
 _RECORDED = "one run is recorded; what another run of the op does on other values is its definition"
 
 _PIECES, _APART = "test_heads_in_pieces_have_eagers_gradients", "test_samples_apart_are_let_pass"
@@ -17,6 +18,7 @@ _MLPS, _MEET = "test_mlps_in_pieces_have_eagers_gradients", "test_samples_that_m
 _PRICED = "test_what_is_computed_by_a_series_or_drawn_costs_more_than_what_moves_bytes_only"
 _LOWERED = "test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_compiled"
 _LAID_OUT = "test_copies_of_weights_to_channels_last_are_spared_where_memory_is_short"
+_CHAINS = "test_each_op_of_a_chain_has_eagers_bits_in_a_kernel"
 _PROGRAM = "test_steps_as_programs_have_eagers_bits_and_stay_within_the_plan"
 
 
@@ -111,4 +113,14 @@ FACTS: tuple[OpFact, ...] = (
     OpFact(_aten("_to_copy"), RecordedRole("cast"), _RECORDED, _PROGRAM),
     OpFact(_aten("add.Tensor"), RecordedRole("sum"), _RECORDED, _PROGRAM),
     OpFact(_aten("add_.Tensor"), RecordedRole("sum in place"), _RECORDED, _PROGRAM),
+    OpFact(
+        _aten(
+            "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg.default "
+            "where.self relu.default threshold_backward.default sigmoid.default silu.default hardswish.default "
+            "leaky_relu.default rsqrt.default"
+        ),
+        FusedRole("elementwise"),
+        _FUSED,
+        _CHAINS,
+    ),
 )

@@ -15,6 +15,7 @@ from fxmem.capture.graph import CaptureGraph, Inputs, device_of
 from fxmem.capture.joint_steps import joint_steps
 from fxmem.ir import FrontierPoint
 from fxmem.passes.choices import DEFAULT
+from fxmem.passes.fused_kernels import Kernels
 from fxmem.planners.policy import Rule
 from fxmem.profiling.allocator_state import AllocatorState
 from fxmem.profiling.device_memory import DeviceMemory
@@ -163,6 +164,7 @@ class CompileContext:
             inside,
             judge,
             clears_gradients,
+            Kernels() if "fuse" in self.settings.allow else None,
         )
 
     def scope_around(self, captured: CaptureGraph) -> CallScope:

@@ -295,12 +295,12 @@ def _measure(job: _Job, device: torch.device) -> Seconds | None:
     if needed_bytes > MOST_SHARE * _free_bytes(device):
         return None
     try:
-        bases = {view.storage: _made_up(view, device) for _, view in node.refs}
+        bases = {view.storage: made_up(view, device) for _, view in node.refs}
         if op_of(node.target) in _BY_VALUES:
             _make_groups_equal([view for _, view in node.refs], bases)
         saved = SavedInRerun()
         with saved, autocast_as_in_forward(autocast, (device,)):
-            forward = _median_seconds(lambda: node.run(dict(bases), saved), device)
+            forward = median_seconds(lambda: node.run(dict(bases), saved), device)
         if node.writes or not job.heaviest:  # what it writes is its output: no gradient can be asked for
             return Seconds(forward, None)
         return Seconds(forward, _backward_seconds(node, bases, device, autocast))
@@ -319,7 +319,7 @@ def _backward_seconds(
     if not outputs or not inputs:
         return 0.0
     gradients = [torch.ones_like(t) for t in outputs]
-    return _median_seconds(
+    return median_seconds(
         lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True), device
     )
 
@@ -328,8 +328,9 @@ def _num_elements(view: View) -> int:
     return view.offset + 1 + sum((n - 1) * stride for n, stride in zip(view.size, view.stride, strict=True) if n > 1)
 
 
-def _made_up(view: View, device: torch.device) -> torch.Tensor:
-    """Random numbers, the same again and again in a large tensor, and zeros where numbers may be indices."""
+def made_up(view: View, device: torch.device) -> torch.Tensor:
+    """Return a base for a tensor of this geometry: random numbers below 1, the same again and again where it is large, and
+    zeros where numbers may be indices."""
     count = _num_elements(view)
     if not (view.dtype.is_floating_point or view.dtype.is_complex):
         return torch.zeros(count, dtype=view.dtype, device=device)
@@ -355,7 +356,8 @@ def _free_bytes(device: torch.device) -> int:
         return 1 << 30
 
 
-def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
+def median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of ``run``, whose arguments are in no cache."""
     evicting = torch.zeros(EVICTING_BYTES[device.type], dtype=torch.uint8, device=device)
     first = _seconds(run, evicting)
     num_runs = min(MOST_RUNS, int(LONG_SECONDS / max(1e-9, first)))

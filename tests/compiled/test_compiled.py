@@ -18,6 +18,7 @@ from torch._inductor import config as inductor_config
 
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
+from benchmarks.ways import least_compiled_bytes
 from fxmem.compiled import choice, fakerun, graph_planner
 from fxmem.compiled.fakerun import _laid_out_as
 from fxmem.compiled.refusals import check_one_graph
@@ -144,7 +145,7 @@ def test_what_is_recomputed_for_two_layers_is_not_made_at_once_where_memory_is_s
     torch.manual_seed(0)
     model, x, y = Masked(), torch.randn(4, 96, 16), torch.randint(16, (4,))
     options = {**OPTIONS, "loss_fn": lambda output: F.cross_entropy(output, y), "optimizer": "sgd"}
-    least = fxmem.frontier(model, x, **options)[-1].budget_bytes
+    least = least_compiled_bytes(model, ((x,), {}), options)
     whole, deep = (fxmem.optimize(copy.deepcopy(model), x, budget=budget, **options) for budget in (None, least))
     assert not whole.fxmem.report.tight_backward
     assert deep.fxmem.report.tight_backward

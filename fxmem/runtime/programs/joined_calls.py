@@ -22,7 +22,7 @@ _BY_MASK = by_op(GradientsByMask)
 def joined(recording: Recording) -> Recording:
     """Return the recording with such calls as one; the very same object if there are none."""
     backward: list[Instruction | None] = list(recording.backward)
-    has_room = _room(recording.backward)
+    has_room = room_in(recording.backward)
     before: int | None = None
     """Where the call of this kind is that came last, if nothing was written since."""
     for place, call in enumerate(recording.backward):
@@ -62,13 +62,13 @@ def _both(recording: Recording, one: Instruction, other: Instruction) -> Instruc
     )
 
 
-def _room(backward: Sequence[Instruction]) -> Callable[[Instruction], bool]:
-    """Return what tells if a call holds no more than the most that is alive in ``backward``: with and without outputs and
+def room_in(calls: Sequence[Instruction]) -> Callable[[Instruction], bool]:
+    """Return what tells if a call holds no more than the most that is alive in ``calls``: with and without outputs and
     gradients that are there, whichever stay."""
 
     def alive(call: Instruction) -> list[int]:
         both = product((0, call.came_bytes), (0, call.output_bytes))
         return [call.live_bytes + call.inside_bytes + came - outputs for came, outputs in both]
 
-    peaks = list(map(max, zip(*map(alive, backward), strict=True)))
+    peaks = list(map(max, zip(*map(alive, calls), strict=True)))
     return lambda call: all(nbytes <= peak for nbytes, peak in zip(alive(call), peaks, strict=True))

@@ -49,7 +49,8 @@ from fxmem.runtime.programs.instructions import Recording
 from fxmem.runtime.programs.program import Program, programs_of
 from fxmem.runtime.programs.program_call import OnFakes, ProgramCall, gated
 from fxmem.runtime.programs.recording import Inside, nothing_inside
-from fxmem.runtime.programs.written_step import Seen, bits_by, shares_casts, written_down
+from fxmem.runtime.programs.trial import Fuse, Trial
+from fxmem.runtime.programs.written_step import Seen, shares_casts, written_down
 from fxmem.runtime.recompute import random_states_kept
 from fxmem.runtime.step_in_backward import num_processes
 from fxmem.torch_private import current_backward, has_saved_tensor_hooks, storage_key
@@ -88,16 +89,17 @@ class JointSteps:
         inside: Inside = nothing_inside,
         judge: Judge | None = None,
         clears_gradients: bool = False,
+        fuse: Fuse | None = None,
     ) -> None:
         """``written``: tensors that the graph writes. ``devices``: those it works on. ``autocast``: the region that its
         calls are in. ``room_bytes``: what a planned step leaves of its budget, None if there is no budget. ``refusal``: why
         it stays on the tape. ``num_watched``: calls before one is written down, which takes the time of some steps.
         ``has_regions``: of autocast, inside. ``inside``: what kernels take. ``judge``: says whether a program keeps the
         budget (NOTE [A program's peak], rule 4). ``clears_gradients``: those that are there as a call begins are cleared
-        before its backward."""
+        before its backward. ``fuse``: makes kernels for chains of its calls."""
         self.graph_module, self.devices = graph_module, tuple(devices)
         self.autocast, self._run, self._num_watched = autocast, run, num_watched
-        self.inside, self._judge, self._clears_gradients = inside, judge, clears_gradients
+        self.inside, self._judge, self._clears_gradients, self._fuse = inside, judge, clears_gradients, fuse
         self.is_cast = autocast is not None or has_regions
         self._regions = None if autocast is None else Regions(torch.device(autocast.device_type))
         self._in_region: tuple[tuple[int, int | None], Callable[[], bool]] | None = None
@@ -113,6 +115,8 @@ class JointSteps:
         self.program: Program | None = None
         """The one used last."""
         self._recording: Recording | None = None
+        self._quicker: tuple[Recording, ...] = ()
+        """The same with chains as one call each."""
         self._programs: dict[bool, Program] = {}
         """By whether gradients are there before."""
         self._told = ""
@@ -148,6 +152,15 @@ class JointSteps:
         if self._recording is None and ((self._room_bytes or 0) < 0 or self._lacks_room):
             return "tape: the budget has no room to write a program down"
         return "tape: no step has been written down yet" if self._recording is None else "program"
+
+    @property
+    def fused(self) -> str:
+        """Say which chains of calls run as one kernel each, or why none do."""
+        if self._fuse is None or self._recording is None or self.program is None:
+            return f"none: {'not asked for' if self._fuse is None else self.runtime}"
+        if self._quicker and not self.program.is_fused:
+            return "none: there is no room for what they hold at once"
+        return self._fuse.told
 
     def _tell(self) -> None:
         """Log how calls run from now on, once."""
@@ -209,7 +222,7 @@ class JointSteps:
         at_once = self._gradients_are_there()
         if at_once not in self._too_large:
             tried = [self._programs[at_once]] if at_once in self._programs else []
-            for program in chain(tried, programs_of(self._recording, at_once=at_once)):
+            for program in chain(tried, programs_of(self._recording, at_once=at_once, quicker=self._quicker)):
                 self._programs[at_once] = program
                 self._too_large[at_once] = self._too_large_by(program, leaves)
                 if not self._too_large[at_once]:
@@ -297,16 +310,15 @@ class JointSteps:
         try:
             with random_states_kept(devices):
                 recording, bits, self.refusal = written_down(self, leaves, arguments, seen, is_tried=self._is_tried)
+            # Sums of gradients are made beside these: where there are any, none may wait.
+            at_once = self._gradients_are_there() or max(recording.num_uses, default=0) > 1
+            trial = Trial(bits if self._is_tried else None, arguments, seen, self.written, devices, at_once=at_once)
             if self._is_tried and not self.refusal:
-                # Sums of gradients are made beside these: where there are any, none may wait.
-                at_once = self._gradients_are_there() or max(recording.num_uses) > 1
                 program = self._programs[at_once] = next(programs_of(recording, at_once=at_once))
-                for in_place in (True, False):
-                    with random_states_kept(devices):
-                        if bits == bits_by(program, arguments, seen, self.written, in_place=in_place):
-                            break
-                else:
-                    self.refusal = "a program of it has other bits"
+                self.refusal = "" if trial.passes(program) else "a program of it has other bits"
+            if self._fuse is not None and not self.refusal:
+                self._quicker = trial.with_chains_fused(recording, self._fuse)
+                self._programs.clear()
         except Exception as error:  # NOTE [Writing down] in written_step.py
             self.refusal = f"it could not be written down ({type(error).__name__}: {error})"
         return None if self.refusal else recording

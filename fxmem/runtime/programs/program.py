@@ -24,6 +24,7 @@ import torch
 
 from fxmem.runtime.layout import View
 from fxmem.runtime.op_bindings import bound
+from fxmem.runtime.programs.fused_calls import FusedCall
 from fxmem.runtime.programs.gradient_parts import Gradient, in_parts, made_by, replayed_blocks
 from fxmem.runtime.programs.in_place import InPlace
 from fxmem.runtime.programs.instructions import Instruction, Recording, Ref
@@ -68,6 +69,11 @@ class Program:
     excess_bytes: int
     """What it takes at its peak above that of the tape."""
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether chains of its calls are one."""
+        return any(isinstance(value, FusedCall) for value in self.forward.__globals__.values())
+
     def is_for(self, arguments: Sequence[torch.Tensor]) -> bool:
         """Whether these lie as those that it was written for. Asked in every step: nothing of Python runs for each."""
         strides, offsets = map(torch.Tensor.stride, arguments), map(torch.Tensor.storage_offset, arguments)
@@ -85,13 +91,12 @@ class Program:
         return replace(self, forward=forward, backward=backward, constants=tuple(constants), token=token)
 
 
-def programs_of(recording: Recording, *, at_once: bool) -> Iterator[Program]:
+def programs_of(recording: Recording, *, at_once: bool, quicker: Iterable[Recording] = ()) -> Iterator[Program]:
     """Yield what runs ``recording`` again, the quickest first. ``at_once``: gradients that it gives go at once
-    (:mod:`fxmem.runtime.programs.gradient_parts`)."""
-    quickest = joined(recording)
-    if quickest is not recording:
-        yield _written(recording, quickest, at_once=at_once)
-    yield _written(recording, recording, at_once=at_once)
+    (:mod:`fxmem.runtime.programs.gradient_parts`). ``quicker``: the same step by fewer calls."""
+    by_calls = joined(recording)
+    for form in (*quicker, *([] if by_calls is recording else [by_calls]), recording):
+        yield _written(recording, form, at_once=at_once)
 
 
 def _written(tape: Recording, recording: Recording, *, at_once: bool) -> Program:

@@ -1,0 +1,111 @@
+"""Kernels for chains of elementwise calls: made by Inductor, proved against the calls, and timed beside them.
+
+In: chains of :mod:`fxmem.runtime.programs.fused_calls`, and what a step takes. Out: a kernel for each chain, if it has the
+same bits, makes nothing but its results, takes less time, and all of them gain :data:`LEAST_SHARE` of the step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from fxmem.errors import first_lines
+from fxmem.profiling.op_benchmark import EVICTING_BYTES, made_up, median_seconds
+from fxmem.runtime.allocations import num_allocations
+from fxmem.runtime.programs.fused_calls import Chain, FusedCall, Lies, nbytes_at
+from fxmem.torch_private import without_modes
+from fxmem.user_frames import level_of_user
+
+MOST_KERNELS = 12
+"""Of a step: a compiler takes seconds for each."""
+LEAST_SHARE = 0.02
+"""Of a step's time that they have to gain."""
+
+
+class Kernels:
+    """Makes kernels for the chains of one step after another."""
+
+    def __init__(self) -> None:
+        self.told = ""
+        """What came of it last."""
+        self._known: dict[Chain, tuple[FusedCall, float] | None] = {}
+        """With the seconds that one call gains; None where there is no such kernel."""
+
+    def __call__(self, chains: Sequence[Chain], step_seconds: float, most_bytes: int) -> dict[Chain, FusedCall]:
+        """Return what runs ``chains``, each of which is as often in a step as in the list. ``step_seconds``: what that
+        takes without. ``most_bytes``: what may be taken to try them."""
+        counts = Counter(chain for chain in chains if _tried_bytes(chain) <= most_bytes)
+        most = sorted(counts, key=lambda chain: -chain.spared_bytes * counts[chain])[:MOST_KERNELS]
+        found: dict[Chain, FusedCall] = {}
+        gained = 0.0
+        for chain in most:
+            if chain not in self._known:
+                try:
+                    self._known[chain] = _made(chain)
+                except Exception as error:  # a compiler that is not there, or fails: steps run without
+                    self.told = f"none: the compiler of their kernels fails ({first_lines(error)})"
+                    warnings.warn(f'allow=(..., "fuse"): {self.told}', stacklevel=level_of_user())
+                    return {}
+            known = self._known[chain]
+            if known is not None and known[1] > 0:
+                found[chain] = known[0]
+                gained += counts[chain] * known[1]
+        share, num_chains = gained / step_seconds, sum(counts[chain] for chain in found)
+        is_used = bool(found) and share >= LEAST_SHARE
+        told = f"{num_chains} of {len(chains)} chains of ops as one kernel each: {share:.1%} of a step's time less"
+        self.told = told if is_used else f"none ({told}, below {LEAST_SHARE:.0%})"
+        return found if is_used else {}
+
+
+def _tried_bytes(chain: Chain) -> int:
+    """Return the most that is there at once while a chain's kernel is tried: what both it and its calls make, and what is
+    written between runs that are timed."""
+    made = len(chain.calls) * nbytes_at(chain.makes[0])
+    evicting = EVICTING_BYTES[chain.makes[0][1].type]
+    return sum(map(nbytes_at, (*chain.reads, *chain.makes))) + made + evicting
+
+
+def _made(chain: Chain) -> tuple[FusedCall, float] | None:
+    """Return a chain's kernel and the seconds that a call of it gains; None if none has the bits of its calls."""
+    plain, device = chain.graph(), chain.makes[0][1]
+    with without_modes(), torch.no_grad():
+        inputs = [_input(lies) for lies in chain.reads]
+        expected = plain(*inputs)
+        kernel = _compiled(plain, inputs)
+        if not all(map(_alike, expected, kernel(*inputs), chain.makes)):
+            return None
+        del expected
+        if num_allocations(lambda: kernel(*inputs), device) != len(chain.makes):
+            return None
+        seconds = [median_seconds(partial(run, *inputs), device) for run in (plain, kernel)]
+    return FusedCall(kernel, chain.makes), seconds[0] - seconds[1]
+
+
+def _compiled(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
+    from torch._inductor import compile, config  # which takes seconds
+
+    with config.patch(compile_threads=1):
+        kernel: Callable[..., Sequence[torch.Tensor]] = compile(graph, list(inputs))
+        return kernel
+
+
+def _input(lies: Lies) -> torch.Tensor:
+    view, device = lies
+    base = made_up(view, device)
+    if view.dtype == torch.bool:
+        base[::2] = True
+    if view.dtype.is_floating_point:
+        base.mul_(8).sub_(4)
+        special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40], device=device).to(view.dtype)
+        base[: len(special)].copy_(special[: len(base)])
+    return base.as_strided(view.size, view.stride, view.offset)
+
+
+def _alike(expected: torch.Tensor, made: torch.Tensor, lies: Lies) -> bool:
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.element_size()]
+    equal = (expected.view(whole) == made.view(whole)) | (expected.isnan() & made.isnan())
+    return lies[0].same_layout(made) and bool(equal.all())

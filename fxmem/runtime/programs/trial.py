@@ -1,0 +1,82 @@
+"""Steps by a program that are tried before one trains: their bits beside the tape's, their time, quicker forms of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fxmem.runtime.programs.fused_calls import Chain, FusedCall, fused
+from fxmem.runtime.programs.instructions import Recording
+from fxmem.runtime.programs.joined_calls import joined
+from fxmem.runtime.programs.program import Program, programs_of
+from fxmem.runtime.programs.written_step import Seen, bits_by
+from fxmem.runtime.recompute import random_states_kept
+
+NUM_TIMED = 2
+"""Steps, of which the quicker counts."""
+
+
+class Fuse(Protocol):
+    """Makes kernels for chains of a step."""
+
+    told: str
+    """What came of it last."""
+
+    def __call__(self, chains: Sequence[Chain], step_seconds: float, most_bytes: int) -> dict[Chain, FusedCall]:
+        """Return what runs ``chains``, those for which that is worth it. ``step_seconds``: what a step takes without.
+        ``most_bytes``: what may be taken to try them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a step is tried on, and what it is to be."""
+
+    bits: list[int | None] | None
+    """Of the step on the tape; None: they are not compared."""
+    arguments: tuple[torch.Tensor, ...]
+    seen: Seen
+    written: dict[str, torch.Tensor]
+    """Buffers that the step writes."""
+    devices: tuple[torch.device, ...]
+    at_once: bool
+    """Gradients go at once."""
+
+    def passes(self, program: Program) -> bool:
+        """Whether a step by ``program`` has these bits."""
+        return any(self._bits(program, in_place=in_place) == self.bits for in_place in (True, False))
+
+    def _bits(self, program: Program, *, in_place: bool) -> list[int | None]:
+        with random_states_kept(self.devices):
+            return bits_by(program, self.arguments, self.seen, self.written, in_place=in_place)
+
+    def seconds(self, program: Program) -> float:
+        """Return what a step by ``program`` takes: by the thread's own clock where it is the only one that works."""
+        is_alone = torch.get_num_threads() == 1 and all(device.type == "cpu" for device in self.devices)
+        clock = time.thread_time if is_alone else time.perf_counter
+        found = []
+        for _ in range(NUM_TIMED):
+            start = clock()
+            self._bits(program, in_place=True)  # numbers of its bits are on the host: it is over
+            found.append(clock() - start)
+        return min(found)
+
+    def with_chains_fused(self, recording: Recording, fuse: Fuse) -> tuple[Recording, ...]:
+        """Return a quicker form of ``recording``, in which chains are one call each; nothing where that is none, or has
+        other bits."""
+        by_calls = joined(recording)
+        step_seconds = self.seconds(next(programs_of(recording, at_once=self.at_once)))
+        most_bytes = max(call.live_bytes + call.inside_bytes for call in (*recording.forward, *recording.backward))
+        with random_states_kept(self.devices):
+            form = fused(by_calls, lambda chains: fuse(chains, step_seconds, most_bytes))
+        if form is by_calls:
+            return ()
+        if self.bits is not None and not self.passes(
+            next(programs_of(recording, at_once=self.at_once, quicker=(form,)))
+        ):
+            fuse.told = "none: chains as one kernel each have other bits on this batch"
+            return ()
+        return (form,)
