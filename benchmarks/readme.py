@@ -23,6 +23,7 @@ from benchmarks.comparison_page import (
 from benchmarks.compiled import told as compiled_steps
 from benchmarks.compiled_budgets import told as compiled_budgets
 from benchmarks.cuda_memory import told as cuda_budgets
+from benchmarks.fused_chains import told as fused_chains
 from benchmarks.gpu_results import in_short as gpu_in_short
 from benchmarks.gpu_results import told as on_a_gpu
 from benchmarks.host_time import told as host_times
@@ -273,6 +274,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu_in_short": gpu_in_short,
     "published_memory": told,
     "host_time": host_times,
+    "fused_chains": fused_chains,
     "report_time": report_times,
     "below_the_floor": below_the_floor.text,
     "below_the_floor_steps": below_the_floor.steps_text,

@@ -1,7 +1,7 @@
 """Kernels for chains of elementwise calls: made by Inductor, proved against the calls, and timed beside them.
 
-In: chains of :mod:`fxmem.runtime.programs.fused_calls`, and what a step takes. Out: a kernel for each chain, if it has the
-same bits, makes nothing but its results, takes less time, and all of them gain :data:`LEAST_SHARE` of the step.
+In: chains of :mod:`fxmem.runtime.programs.fused_calls`. Out: a kernel for each, if it has the same bits, makes nothing but
+its results, and takes less time. Whether a step gains by all of them is tried in :mod:`fxmem.runtime.programs.trial`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from fxmem.user_frames import level_of_user
 
 MOST_KERNELS = 12
 """Of a step: a compiler takes seconds for each."""
-LEAST_SHARE = 0.02
-"""Of a step's time that they have to gain."""
 
 
 class Kernels:
@@ -32,16 +30,15 @@ class Kernels:
     def __init__(self) -> None:
         self.told = ""
         """What came of it last."""
-        self._known: dict[Chain, tuple[FusedCall, float] | None] = {}
-        """With the seconds that one call gains; None where there is no such kernel."""
+        self._known: dict[Chain, FusedCall | None] = {}
+        """None where there is no such kernel, or none that is quicker."""
 
-    def __call__(self, chains: Sequence[Chain], step_seconds: float, most_bytes: int) -> dict[Chain, FusedCall]:
-        """Return what runs ``chains``, each of which is as often in a step as in the list. ``step_seconds``: what that
-        takes without. ``most_bytes``: what may be taken to try them."""
+    def __call__(self, chains: Sequence[Chain], most_bytes: int) -> dict[Chain, FusedCall]:
+        """Return what runs ``chains``, each of which is as often in a step as in the list. ``most_bytes``: what may be
+        taken to try them."""
         counts = Counter(chain for chain in chains if _tried_bytes(chain) <= most_bytes)
         most = sorted(counts, key=lambda chain: -chain.spared_bytes * counts[chain])[:MOST_KERNELS]
         found: dict[Chain, FusedCall] = {}
-        gained = 0.0
         for chain in most:
             if chain not in self._known:
                 try:
@@ -50,15 +47,12 @@ class Kernels:
                     self.told = f"none: the compiler of their kernels fails ({first_lines(error)})"
                     warnings.warn(f'allow=(..., "fuse"): {self.told}', stacklevel=level_of_user())
                     return {}
-            known = self._known[chain]
-            if known is not None and known[1] > 0:
-                found[chain] = known[0]
-                gained += counts[chain] * known[1]
-        share, num_chains = gained / step_seconds, sum(counts[chain] for chain in found)
-        is_used = bool(found) and share >= LEAST_SHARE
-        told = f"{num_chains} of {len(chains)} chains of ops as one kernel each: {share:.1%} of a step's time less"
-        self.told = told if is_used else f"none ({told}, below {LEAST_SHARE:.0%})"
-        return found if is_used else {}
+            kernel = self._known[chain]
+            if kernel is not None:
+                found[chain] = kernel
+        told = f"{sum(counts[chain] for chain in found)} of {len(chains)} chains of ops as one kernel each"
+        self.told = told if found else f"none ({told})"
+        return found
 
 
 def _tried_bytes(chain: Chain) -> int:
@@ -69,8 +63,9 @@ def _tried_bytes(chain: Chain) -> int:
     return sum(map(nbytes_at, (*chain.reads, *chain.makes))) + made + evicting
 
 
-def _made(chain: Chain) -> tuple[FusedCall, float] | None:
-    """Return a chain's kernel and the seconds that a call of it gains; None if none has the bits of its calls."""
+def _made(chain: Chain) -> FusedCall | None:
+    """Return what runs a chain; None if its kernel has other bits than its calls, makes more than they return, or is not
+    quicker."""
     plain, device = chain.graph(), chain.makes[0][1]
     with without_modes(), torch.no_grad():
         inputs = [_input(lies) for lies in chain.reads]
@@ -82,7 +77,7 @@ def _made(chain: Chain) -> tuple[FusedCall, float] | None:
         if num_allocations(lambda: kernel(*inputs), device) != len(chain.makes):
             return None
         seconds = [median_seconds(partial(run, *inputs), device) for run in (plain, kernel)]
-    return FusedCall(kernel, chain.makes), seconds[0] - seconds[1]
+    return FusedCall(kernel, chain.makes) if seconds[1] < seconds[0] else None
 
 
 def _compiled(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:

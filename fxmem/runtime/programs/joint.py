@@ -49,7 +49,7 @@ from fxmem.runtime.programs.instructions import Recording
 from fxmem.runtime.programs.program import Program, programs_of
 from fxmem.runtime.programs.program_call import OnFakes, ProgramCall, gated
 from fxmem.runtime.programs.recording import Inside, nothing_inside
-from fxmem.runtime.programs.trial import Fuse, Trial
+from fxmem.runtime.programs.trial import NO_ROOM, Fuse, Trial
 from fxmem.runtime.programs.written_step import Seen, shares_casts, written_down
 from fxmem.runtime.recompute import random_states_kept
 from fxmem.runtime.step_in_backward import num_processes
@@ -158,9 +158,7 @@ class JointSteps:
         """Say which chains of calls run as one kernel each, or why none do."""
         if self._fuse is None or self._recording is None or self.program is None:
             return f"none: {'not asked for' if self._fuse is None else self.runtime}"
-        if self._quicker and not self.program.is_fused:
-            return "none: there is no room for what they hold at once"
-        return self._fuse.told
+        return NO_ROOM if self._quicker and not self.program.is_fused else self._fuse.told
 
     def _tell(self) -> None:
         """Log how calls run from now on, once."""
