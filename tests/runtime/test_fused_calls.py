@@ -180,6 +180,14 @@ def test_equal_chains_are_one_and_what_is_read_elsewhere_is_made(monkeypatch: py
     assert fused(recording, lambda chains: {}) is recording
 
 
+def test_chains_that_differ_in_the_sign_of_a_zero_are_two() -> None:
+    lies = ((View.of(torch.ones(3), 0), torch.device("cpu")),)
+    call = torch.ops.aten.mul.Scalar
+    one, other, same = (Chain(((call, (Ref(0), zero), ()),), lies, (0,), lies, 0) for zero in (0.0, -0.0, 0.0))
+    assert one == same
+    assert one != other
+
+
 def test_fused_chains_are_not_for_the_tape() -> None:
     with pytest.raises(fxmem.InputError, match='leave out runtime="tape"'):
         fxmem.optimize(Gated(), torch.randn(4, 64), allow=ALLOW, runtime="tape")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,11 @@ class Chain:
     """How that lies."""
     spared_bytes: int
     """What kernels of their own read and write beside."""
+    numbers: str = field(init=False, repr=False)
+    """Of all calls, as they are written: 0.0 equals -0.0, and a kernel has one of them in it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", repr([(args, kwargs) for _, args, kwargs in self.calls]))
 
     def graph(self) -> fx.GraphModule:
         """Return the chain as a graph that returns what is read elsewhere."""
