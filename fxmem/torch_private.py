@@ -217,6 +217,7 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 # -- operators -----------------------------------------------------------------------------------------------------------
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Return the schema of an operator: its arguments, which of them it writes, its results."""
 
 
 def arguments_by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,9 +225,6 @@ def arguments_by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     declared = schema_of(op).arguments
     defaults = {a.name: a.default_value for a in declared if a.has_default_value()}
     return defaults | {a.name: value for a, value in zip(declared, args, strict=False)} | dict(kwargs)
-
-
-"""Return the schema of an operator: its arguments, which of them it writes, its results."""
 
 
 T = TypeVar("T")

@@ -36,7 +36,8 @@ class Kernels:
     def __call__(self, chains: Sequence[Chain], most_bytes: int) -> dict[Chain, FusedCall]:
         """Return what runs ``chains``, each of which is as often in a step as in the list. ``most_bytes``: what may be
         taken to try them."""
-        counts = Counter(chain for chain in chains if _tried_bytes(chain) <= most_bytes)
+        timed = (chain for chain in chains if chain.makes[0][1].type in EVICTING_BYTES)
+        counts = Counter(chain for chain in timed if _tried_bytes(chain) <= most_bytes)
         most = sorted(counts, key=lambda chain: -chain.spared_bytes * counts[chain])[:MOST_KERNELS]
         found: dict[Chain, FusedCall] = {}
         for chain in most:

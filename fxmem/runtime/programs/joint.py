@@ -316,7 +316,8 @@ class JointSteps:
                 self.refusal = "" if trial.passes(program) else "a program of it has other bits"
             if self._fuse is not None and not self.refusal:
                 self._quicker = trial.with_chains_fused(recording, self._fuse)
-                self._programs.clear()
+                if self._quicker:
+                    self._programs.clear()
         except Exception as error:  # NOTE [Writing down] in written_step.py
             self.refusal = f"it could not be written down ({type(error).__name__}: {error})"
         return None if self.refusal else recording
