@@ -19,7 +19,7 @@ def told() -> str:
     first = _json(FIRST)
     rows = {name.split()[1]: found["rows"] for name, found in first["measurements"].items()}
     facts = first["machine"]
-    dates = sorted({found.get("date", facts["date"]) for found in first["measurements"].values()})
+    days = " and ".join(sorted({found.get("date", facts["date"]) for found in first["measurements"].values()}))
     exact = {name: sum(row.get("predicted") == row.get("real") for row in rows[name]) for name in ("sums", "ops")}
     recomputed = [row["real"] for row in rows["bits"] if row["what"].endswith("recomputed")]
     called = rows["convolutions"]
@@ -27,8 +27,8 @@ def told() -> str:
     networks = {row["what"].partition(" ")[0] for row in called}
     return "\n\n".join(
         (
-            f"An {facts['gpu']}, torch {facts['torch']}, {' and '.join(dates)}. `python -m benchmarks.first_gpu`: scratch "
-            f"of sums is the predicted one, to the byte, on {exact['sums']} of {len(rows['sums'])} shapes, that of other ops "
+            f"An {facts['gpu']}, torch {facts['torch']}, {days}. `python -m benchmarks.first_gpu`: scratch of "
+            f"sums is the predicted one, to the byte, on {exact['sums']} of {len(rows['sums'])} shapes, that of other ops "
             f"in {exact['ops']} of {len(rows['ops'])} cases (the rest: convolutions and batch norms, whose workspaces are "
             "measured before a step is planned there, attention by 16 to 256 bytes, and bounds). The bound that stands for "
             f"a convolution's workspace where no GPU is, was one in {bounded} of {len(called)} calls of {len(networks)} "
