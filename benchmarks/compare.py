@@ -31,8 +31,8 @@ from benchmarks.ways import LEAST, NOT_INSTALLABLE, SHARES, Way, peers
 NO_BUDGET = Way("fxmem, no budget", "fxmem")
 NO_PEERS = ("fxmem", "fxmem inductor", "autocast", "aot")
 """Kinds of ways at whose peak fxmem is not measured."""
-MOST_SECONDS = 600
-"""A measurement that takes longer is given up."""
+PATIENCE_SECONDS = 600.0
+"""A measurement that takes longer is given up, unless told otherwise."""
 QUICK_SECONDS = 150.0
 """The deadline of ``--quick``."""
 
@@ -51,6 +51,8 @@ class Options:
     """Whether torch.compile's ways are measured."""
     deadline_seconds: float
     """No measurement starts later than this."""
+    patience_seconds: float
+    """A measurement that takes longer is given up."""
     path: Path
 
 
@@ -83,6 +85,7 @@ def _options(argv: Sequence[str] | None) -> Options:
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile (compiles for long)")
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help="start no measurement later than this")
     parser.add_argument("--seconds", type=float, default=6.0, help="for the timed pairs of one measurement")
+    parser.add_argument("--patience", type=float, default=PATIENCE_SECONDS, help="seconds of one measurement at most")
     parser.add_argument("--again", metavar="PREFIX", help="measure anew the ways whose name starts so")
     parser.add_argument("--results", type=Path, help="the JSON file to write and to go on from")
     given = parser.parse_args(argv)
@@ -100,6 +103,7 @@ def _options(argv: Sequence[str] | None) -> Options:
         again=given.again,
         compiled=not (given.no_compile or given.quick),
         deadline_seconds=given.deadline or (QUICK_SECONDS if given.quick else math.inf),
+        patience_seconds=given.patience,
         path=given.results or default,
     )
 
@@ -123,7 +127,7 @@ def missing_rows(name: str, rows: list[Row], options: Options, progress: Progres
             progress.one_done()
         if missing:
             progress.say(f"{name}: {missing[0].name}")
-        for row in in_own_process(name, options.scale, missing, options.seconds, cache):
+        for row in in_own_process(name, missing, options, cache):
             done[row.way] = row
             progress.one_done()
             if row.way != missing[-1].name:
@@ -147,9 +151,7 @@ def budgeted_ways(free: Row, rows: list[Row], *, quick: bool) -> list[Way]:
     ways = [
         Way(OURS + row.way, "fxmem", row.peak_bytes)
         for row in rows
-        if row.kind not in ("fxmem", "fxmem inductor", "autocast", "aot")
-        and row.peak_bytes is not None
-        and row.peak_bytes < eager
+        if row.kind not in NO_PEERS and row.peak_bytes is not None and row.peak_bytes < eager
     ]
     shares = (0.5,) if quick else SHARES
     ways += [Way(f"fxmem {share:.0%} of span", "fxmem", floor + int(share * (eager - floor))) for share in shares]
@@ -163,7 +165,7 @@ def compiled_ways(rows: list[Row]) -> list[Way]:
     return [*ways, Way("fxmem, inductor least", "fxmem inductor", LEAST)] if ways else []
 
 
-def in_own_process(name: str, scale: str, ways: list[Way], seconds: float, cache: str) -> Iterator[Row]:
+def in_own_process(name: str, ways: list[Way], options: Options, cache: str) -> Iterator[Row]:
     """Yield the rows of ``ways``, measured in a fresh process: one for each peer, one for all budgets of fxmem.
 
     ``cache``: the directory of fxmem's plans and op times.
@@ -171,25 +173,33 @@ def in_own_process(name: str, scale: str, ways: list[Way], seconds: float, cache
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.preload"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure_into, args=(sender, name, scale, ways, seconds, cache))
+    process = context.Process(target=_measure_into, args=(sender, name, options.scale, ways, options.seconds, cache))
     process.start()
     sender.close()
-    for i, way in enumerate(ways):
-        row = Row(name, way.name, way.kind, way.amount, problem=f"gave up after {MOST_SECONDS} s")
-        alive = True
-        try:
-            alive = receiver.poll(MOST_SECONDS)
-            row = receiver.recv() if alive else row
-        except EOFError:
-            alive, row.problem = False, "the process died"
-        facts = machine()
-        row.commit, row.cpu, row.date = facts["commit"], facts["cpu"], facts["date"]
-        yield row
-        if not alive:
-            yield from (in_own_process(name, scale, ways[i + 1 :], seconds, cache) if ways[i + 1 :] else ())
-            break
-    process.kill()
-    process.join()
+    left = list(ways)
+    try:
+        while left:
+            way = left.pop(0)
+            found = _received(receiver, options.patience_seconds)
+            row = Row(name, way.name, way.kind, way.amount, problem=found) if isinstance(found, str) else found
+            facts = machine()
+            row.commit, row.cpu, row.date = facts["commit"], facts["cpu"], facts["date"]
+            yield row
+            if isinstance(found, str):
+                break
+    finally:  # before the next one starts: what was given up would go on beside it
+        process.kill()
+        process.join()
+    if left:
+        yield from in_own_process(name, left, options, cache)
+
+
+def _received(receiver: Connection, patience_seconds: float) -> Row | str:
+    """Return the row that is sent, or why there is none."""
+    try:
+        return receiver.recv() if receiver.poll(patience_seconds) else f"gave up after {patience_seconds:.0f} s"
+    except EOFError:
+        return "the process died"
 
 
 def _measure_into(sender: Connection, name: str, scale: str, ways: list[Way], seconds: float, cache: str) -> None:

@@ -7,13 +7,12 @@ why. Both steps are estimated by one roofline, so that they can be compared; wha
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from fxmem.api.arguments import Options, example_of, region_of_step, settings_of
 from fxmem.api.budget import parse_budget
-from fxmem.api.compiled import CompiledModule, compiled_module
+from fxmem.api.compiled import BudgetArguments, CompiledModule, Example, bounded_settings, compiled_module
 from fxmem.capture.export import capture
 from fxmem.errors import FxMemError, InfeasibleBudgetError, InputError, first_lines
 from fxmem.frontiers import frontier_of
@@ -23,11 +22,9 @@ from fxmem.planners.pareto import cheapest_within
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.torch_patches import as_in_training
 
-BudgetArguments = tuple[float | None, float | str | None, float | None]
-
 
 def compiled_if_cheaper(
-    model: torch.nn.Module, example: tuple[Any, dict[str, Any] | None], budget: BudgetArguments, options: Options
+    model: torch.nn.Module, example: Example, budget: BudgetArguments, options: Options
 ) -> tuple[CompiledModule | None, str]:
     """Return ``model`` compiled, or None where the eager backend is faster or alone keeps the budget; and why.
 
@@ -35,11 +32,10 @@ def compiled_if_cheaper(
     """
     if all(given is None for given in example):
         raise InputError('backend="auto" compares two plans for one call: give it an example, or name a backend')
+    bounded_settings(model, example, budget, options)
     with told(f"planning {type(model).__name__}, compiled and eager", 2 * CAPTURE_SECONDS):
         try:
             module = compiled_module(model, example, budget, options)
-        except InputError:
-            raise
         except FxMemError as error:
             return None, f"eager: the compiled step cannot be had ({first_lines(error)})"
         report = module.fxmem.report
@@ -54,9 +50,7 @@ def compiled_if_cheaper(
     return None, f"eager: {times}"
 
 
-def _eager_seconds(
-    model: torch.nn.Module, example: tuple[Any, dict[str, Any] | None], budget: BudgetArguments, options: Options
-) -> float:
+def _eager_seconds(model: torch.nn.Module, example: Example, budget: BudgetArguments, options: Options) -> float:
     """Return how long the eager step takes by the roofline under the cheapest plan. Errors: ``InfeasibleBudgetError``."""
     inputs, settings = example_of(model, *example), replace(settings_of(options), measure=False)
     budget_gb, given, budget_mb = budget

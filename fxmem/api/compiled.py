@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from fxmem.compiled.backend import Backend
     from fxmem.compiled.graph_planner import GraphPlanner
 
+Example = tuple[Any, dict[str, Any] | None]
+BudgetArguments = tuple[float | None, float | str | None, float | None]
+"""``budget_gb``, ``budget``, ``budget_mb``."""
 BACKENDS = ("eager", "inductor")
 AUTO = "auto"
 """The cheaper one, for :func:`fxmem.optimize`."""
@@ -126,7 +129,7 @@ class CompiledNamespace:
 
         self._backend, self._breaks, self._whole_graphs = Backend(settings, self._around), BREAKS, whole_graphs
         self._compile = partial(torch.compile, backend=held_weakly(self._backend), fullgraph=True, dynamic=False)
-        self._calls: dict[tuple[int, ...], Callable[..., Any]] = {(): self._compile(original.forward)}
+        self._calls: dict[tuple[int, ...], Callable[..., Any]] = {(): self._compile(_own(original.forward))}
         """By the places of outputs that the loss does not read."""
         self._unread: dict[Any, tuple[int, ...]] = {}
         """These, by the kind of a call."""
@@ -153,7 +156,7 @@ class CompiledNamespace:
         self._autocast = Autocast.of(device_of(self.original).type)
         unread = self._unread_outputs(self._inputs)
         if unread not in self._calls:
-            self._calls[unread] = self._compile(_without_gradients(self.original.forward, unread))
+            self._calls[unread] = self._compile(_own(_without_gradients(self.original.forward, unread)))
         call = self._calls[unread]
         try:
             return refusing_gradients(call(*args, **kwargs), unread)
@@ -165,7 +168,8 @@ class CompiledNamespace:
 
     def _unread_outputs(self, inputs: Inputs) -> tuple[int, ...]:
         """Return the places of outputs that the loss does not read: compiled code would be given a gradient of zeros."""
-        kind = inputs.spec, tuple(type(leaf) for leaf in inputs.leaves)
+        leaves = (leaf if isinstance(leaf, bool | str) else type(leaf) for leaf in inputs.leaves)  # they may decide
+        kind = inputs.spec, tuple(leaves)
         if kind not in self._unread:
             self._output = self._output_on_fakes(inputs)
             self._unread[kind] = unread_places(self._output, self._step_for(inputs))
@@ -184,15 +188,26 @@ class CompiledNamespace:
     def _only_planned(self, plan: Callable[[GraphPlanner], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         from fxmem.compiled.backend import Planned
 
-        self._backend.only_plan = plan
+        seen: list[GraphPlanner] = []
+
+        def noted(planner: GraphPlanner) -> None:
+            seen.append(planner)
+            plan(planner)
+
+        self._backend.only_plan = noted
         region = region_of_step(self.original, self.settings.step)
         try:
-            with region.enter() if region else nullcontext():
+            with region.enter() if region else nullcontext(), torch.inference_mode(False), torch.enable_grad():
                 self.call(args, kwargs)
         except Planned:
             pass
         finally:
             self._backend.only_plan = None
+        if not seen:
+            raise InputError(
+                "no output of this call needs a gradient, so that there is no training step to plan; let parameters that "
+                "are to be trained require gradients"
+            )
 
     def _around(self, tensors: Sequence[torch.Tensor]) -> Surroundings:
         model, inputs = self.original, self._inputs
@@ -213,6 +228,16 @@ class CompiledNamespace:
         args, kwargs = Inputs(tuple(world.fake_all(list(inputs.leaves))), inputs.spec).call()
         with tensors_restored(model), world.active(model), world.state_of(model), torch.enable_grad(), ScalarReads():
             return model.forward(*args, **kwargs)
+
+
+def _own(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` as code of its own: Dynamo compiles one code for eight kinds of calls at most, and those of all
+    models of a class would be of one."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
 
 
 def _without_gradients(forward: Callable[..., Any], places: tuple[int, ...]) -> Callable[..., Any]:
@@ -252,21 +277,23 @@ def _forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
     return self.fxmem.original.forward(*args, **kwargs)
 
 
+def bounded_settings(model: torch.nn.Module, example: Example, budget: BudgetArguments, options: Options) -> Settings:
+    """Return what was asked for. Errors: ``InputError`` for what is unknown, or only the eager backend takes."""
+    settings = _settings_of(options)
+    budget_gb, given, budget_mb = budget
+    bound = parse_budget(budget_gb, given, model, settings.step.optimizer, *example, budget_mb=budget_mb)
+    return _with_budget(settings, bound.nbytes, bound.share)
+
+
 def compiled_module(
-    model: torch.nn.Module,
-    example: tuple[Any, dict[str, Any] | None],
-    budget: tuple[float | None, float | str | None, float | None],
-    options: Options,
+    model: torch.nn.Module, example: Example, budget: BudgetArguments, options: Options
 ) -> CompiledModule:
     """Return ``model`` compiled under a budget, planned for the example if there is one."""
     from fxmem.compiled.refusals import check_settings
 
     check_optimizable(model)
     check_settings({})
-    settings = _settings_of(options)
-    budget_gb, given, budget_mb = budget
-    bound = parse_budget(budget_gb, given, model, settings.step.optimizer, *example, budget_mb=budget_mb)
-    settings = _with_budget(settings, bound.nbytes, bound.share)
+    settings = bounded_settings(model, example, budget, options)
     kind = type(model)
     members = {
         "__module__": kind.__module__,
@@ -289,9 +316,7 @@ def compiled_module(
 # -- estimates ----------------------------------------------------------------------------------------------------------
 
 
-def compiled_estimate(
-    model: torch.nn.Module, example: tuple[Any, dict[str, Any] | None], options: Options
-) -> CompiledEstimate:
+def compiled_estimate(model: torch.nn.Module, example: Example, options: Options) -> CompiledEstimate:
     """Return what a compiled step takes, without running or compiling it."""
     check_model(model)
     module = compiled_module(model, example, (None, None, None), options)
@@ -299,9 +324,7 @@ def compiled_estimate(
     return CompiledEstimate(report.predicted_peak_bytes, report.fixed_bytes, report.saved_bytes)
 
 
-def compiled_frontier(
-    model: torch.nn.Module, example: tuple[Any, dict[str, Any] | None], options: Options
-) -> tuple[CompiledCost, ...]:
+def compiled_frontier(model: torch.nn.Module, example: Example, options: Options) -> tuple[CompiledCost, ...]:
     """Return what every budget costs for a compiled step. Errors: as :func:`fxmem.optimize`."""
     check_model(model)
     inputs = example_of(model, *example)

@@ -72,9 +72,10 @@ def frontier(
     call's arguments. Peaks are planned, not yet verified on an emitted module, in bytes; times are estimates, in
     seconds. Errors: ``InputError``, ``CaptureError``, ``ProfileError``.
 
-    - ``backend``: ``"inductor"`` returns what :func:`fxmem.optimize` with this backend has to offer: up to 32 plans. Their
-      peaks are those of the code that Inductor generates for them; no kernel is compiled. Times are over the compiled
-      step's with nothing recomputed, and all of a plan's overhead is its gap: no lower bound is known.
+    - ``backend``: ``"inductor"`` returns what :func:`fxmem.optimize` with this backend has to offer: up to 32 plans, and
+      twice as many where convolutions can be laid out in two ways. Their peaks are those of the code that Inductor
+      generates for them; no kernel is compiled. Times are over the compiled step's with nothing recomputed, and all of a
+      plan's overhead is its gap: no lower bound is known.
     """
     if check_backend(backend) == "inductor":
         return _compiled(compiled_frontier(model, (example_args, example_kwargs), options))

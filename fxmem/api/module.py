@@ -23,8 +23,8 @@ from fxmem.api.arguments import (
     with_options,
 )
 from fxmem.api.budget import parse_budget
-from fxmem.api.cheaper_backend import BudgetArguments, compiled_if_cheaper
-from fxmem.api.compiled import AUTO, CompiledModule, check_backend, compiled_module
+from fxmem.api.cheaper_backend import compiled_if_cheaper
+from fxmem.api.compiled import AUTO, BudgetArguments, CompiledModule, check_backend, compiled_module
 from fxmem.api.planned_class import FxMemModule, optimize_in_place, optimized, restored
 from fxmem.api.prepare import prepare
 from fxmem.devices import device_named

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,8 +48,11 @@ class Backend:
         """If set: called for a training graph instead of compiling it."""
         self.reports: list[CompiledReport] = []
         self._around = around or self._of_graph
-        self._calls = Calls(settings, self.reports.append, self._compiled)
-        self._compilation: tuple[object, object] | None = None
+        self._calls = Calls(settings, self._tell, self._compiled)
+        self._foretold: CompiledReport | None = None
+        """What the latest call of :meth:`plan_only` told."""
+        self._compilation: Callable[[], object | None] = lambda: None
+        """That of the latest training graph, while there is it."""
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         try:
@@ -58,14 +62,23 @@ class Backend:
             made = self._compiled(graph, graph_module, inputs)
         except FxMemError as error:
             raise passing_dynamo(error) from None
-        if graph.planned is None:
-            return made  # no training graph
+        if graph.planned is None:  # no training graph
+            if self.only_plan is not None:
+                raise Planned
+            return made
         graph.keep(made)
         return partial(_called, graph, weakref.ref(self._calls))
 
     def plan_only(self, planner: GraphPlanner) -> None:
         """Tell of the plan that a step of one call takes. Errors: ``InfeasibleBudgetError``."""
-        self.reports.append(planner.within(self.settings.budget_bytes)[1])
+        self._foretold = planner.within(self.settings.budget_bytes)[1]
+        self.reports.append(self._foretold)
+
+    def _tell(self, report: CompiledReport) -> None:
+        """Keep a report, but for one of what was told by :meth:`plan_only`."""
+        told, self._foretold = self._foretold, None
+        if told is None or replace(report, num_lowered=told.num_lowered, plan_seconds=told.plan_seconds) != told:
+            self.reports.append(report)
 
     def _compiled(
         self, graph: CompiledGraph, graph_module: fx.GraphModule, inputs: Sequence[Any]
@@ -99,8 +112,9 @@ class Backend:
 
     def _check_compilation(self) -> None:
         compilation = compilation_now()
-        check_one_graph(compilation, self._compilation)
-        self._compilation = compilation
+        check_one_graph(compilation, self._compilation())
+        if compilation is not None:
+            self._compilation = weakref.ref(compilation)
 
     def _of_graph(self, tensors: Sequence[torch.Tensor]) -> Surroundings:
         """What is around a graph of which no more is known than its inputs: it holds its loss."""

@@ -34,12 +34,13 @@ from torch import fx
 
 from fxmem.compiled.fakerun import GraphCall, Source
 from fxmem.compiled.graph_planner import STEP, infeasible
+from fxmem.compiled.lower import compiling_alone
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.step_planner import PlannedGraph, StepPlanner, Variant
 from fxmem.compiled.surroundings import joined, weight_of
 from fxmem.errors import in_units
 from fxmem.passes.context import Settings
-from fxmem.torch_private import storage_key
+from fxmem.torch_private import keeps_graph, storage_key
 from fxmem.user_frames import level_of_user
 
 Compiled = Callable[..., Any]
@@ -74,7 +75,8 @@ class CompiledGraph:
             self.wanted = variant
             again = fx.GraphModule(self._module, copy.deepcopy(self._graph))
             again.meta = dict(self._module.meta)
-            self.keep(compile_it(self, again, inputs))
+            with compiling_alone():
+                self.keep(compile_it(self, again, inputs))
         return self._compiled[variant]
 
 
@@ -133,12 +135,15 @@ def _ref(tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
 class _Node:
     """Lives as long as a call's node of autograd, which holds it by a hook."""
 
-    def __init__(self, next_call: Callable[[], Call | None]) -> None:
-        self._next_call = next_call
+    def __init__(self, next_call: Callable[[], Call | None], retained: Callable[[], None]) -> None:
+        """``retained``: called where a backward retains its graph."""
+        self._next_call, self._retained = next_call, retained
         self.has_run = False
 
     def runs(self, _: Any) -> None:
         self.has_run = True
+        if keeps_graph():
+            self._retained()
         later = self._next_call()
         if later is not None:
             later.look_at_outputs()
@@ -159,6 +164,7 @@ class Calls:
         """Those that were planned."""
         self._is_told = False
         """Whether it was told that the step that is seen for the first time goes over the budget."""
+        self._is_retained_told = False
         self._noted: dict[tuple[CompiledGraph, ...], Inputs] = {}
         """Of the last of so many calls that begin a step, as they once were."""
 
@@ -220,7 +226,7 @@ class Calls:
         call.outputs = tuple(_ref(t) for _, t in tensors)
         call.made = {storage_key(t): place for place, t in tensors}
         step, place = self._step, len(self._step)
-        watch = _Node(lambda: step[place + 1] if place + 1 < len(step) else None)
+        watch = _Node(lambda: step[place + 1] if place + 1 < len(step) else None, self._tell_of_retained)
         node.register_prehook(watch.runs)
         call.node = weakref.ref(watch)
         step.append(call)
@@ -237,6 +243,15 @@ class Calls:
         call.inputs = Inputs(tuple(made.get(key, key) for key in keys), nbytes, parameters)
         self._noted[*(each.graph for each in before), call.graph] = call.inputs
 
+    def _tell_of_retained(self) -> None:
+        if self._settings.budget_bytes is not None and not self._is_retained_told:
+            self._is_retained_told = True
+            warnings.warn(
+                "a backward with retain_graph=True keeps what a compiled step saved, which the plan frees as it goes: the "
+                f"budget, {in_units(self._settings.budget_bytes)}, may be exceeded. The eager backend plans for such loops",
+                stacklevel=level_of_user(),
+            )
+
     # -- plans ------------------------------------------------------------------------------------------------------------
 
     def _tried_variant(self, before: Sequence[Call], call: Call) -> Variant:
@@ -246,33 +261,35 @@ class Calls:
         planned, variants = self._planner_of(calls), [each.variant for each in before]
         found: Variant | None = Variant(0)
         if budget is not None:
-            found = planned.last_within(variants, budget)
-            if found is None:
-                found = planned.deepest()[-1]
-                least = planned.letting_go()
-                if (least_bytes := least.peak_bytes(least.deepest())) > budget:
-                    raise infeasible(least_bytes, planned.around, budget, _first(len(calls)))
-                if not self._is_told:
-                    _warn(len(calls), planned.peak_bytes([*variants, found]), budget)
-                    self._is_told = True
+            with compiling_alone():
+                found = planned.last_within(variants, budget)
+                if found is None:
+                    found = planned.deepest()[-1]
+                    least = planned.letting_go()
+                    if (least_bytes := least.peak_bytes(least.deepest())) > budget:
+                        raise infeasible(least_bytes, planned.around, budget, _first(len(calls)))
+                    if not self._is_told:
+                        _warn(len(calls), planned.peak_bytes([*variants, found]), budget)
+                        self._is_told = True
         assert found is not None
         self._tried[key] = found
         return found
 
     def _plan_step(self) -> None:
-        """Plan for the step that was seen, if it is another one than those before."""
-        calls, self._tried, self._is_told = self._step, {}, False
-        key = tuple(call.graph for call in calls)
-        if key in self._steps:
-            return
-        self._steps.add(key)
-        planner = self._planner_of(calls)
-        planner = replace(planner, around=planner.around.with_others())
-        variants, report = planner.within(self._settings.budget_bytes)
-        self._tell(report)
-        for i, variant in enumerate(variants):
-            prefix = key[: i + 1]
-            self._variants[prefix] = max(variant, self._variants.get(prefix, variant))
+        """Plan for the step that was seen, if it is another one than those before. Where that is refused or interrupted,
+        it is still to be done at the next call."""
+        key = tuple(call.graph for call in self._step)
+        if key not in self._steps:
+            planner = self._planner_of(self._step)
+            planner = replace(planner, around=planner.around.with_others())
+            with compiling_alone():
+                variants, report = planner.within(self._settings.budget_bytes)
+            self._tell(report)
+            for i, variant in enumerate(variants):
+                prefix = key[: i + 1]
+                self._variants[prefix] = max(variant, self._variants.get(prefix, variant))
+            self._steps.add(key)
+        self._tried, self._is_told = {}, False
 
     def _planner_of(self, calls: Sequence[Call]) -> StepPlanner:
         graphs = tuple(call.graph.planned for call in calls if call.graph.planned is not None)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import ShortenTraceback, Unsupported, UserError
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
@@ -34,13 +35,16 @@ from torch._inductor.virtualized import V
 from fxmem.compiled.levers import Levers
 from fxmem.disk_cache import digest
 from fxmem.errors import CaptureError, FxMemError, first_lines
-from fxmem.torch_patches.replacing import replaced, replaced_here
+from fxmem.torch_patches.replacing import replaced_here
 from fxmem.torch_private import FakeTensor
 
 Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.GraphModule, fx.GraphModule]]
 """Called with a joint graph, the number of the forward's outputs, and the places of inputs at fixed addresses."""
-_IN_KEYS = "fxmem, inputs saved as they are"
-"""What stands for the partitioner in keys of Inductor's cache."""
+
+
+def _in_keys() -> str:
+    """Return what stands for the partitioner in keys of Inductor's cache, which lack what a backward may write over."""
+    return f"fxmem, inputs saved as they are, donated: {functorch_config.donated_buffer}"
 
 
 class Partitioner(CustomPartitionerFn):
@@ -62,11 +66,11 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Graphs are cached as they are after partitioning, so that all plans may share one key; not with plain Inductor,
         whose forward lays out what is saved (:mod:`fxmem.compiled.levers`)."""
-        return _IN_KEYS
+        return _in_keys()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Inductor pickles its settings for the key of its cache."""
-        return str, (_IN_KEYS,)
+        return str, (_in_keys(),)
 
 
 def compiled(
@@ -122,11 +126,14 @@ def settings_now() -> Settings:
     )
 
 
-def compilation_now() -> tuple[object, object]:
-    """Return which code Dynamo compiles now (the same for other sizes of it, another after a graph break), and how
-    often it did before."""
-    current = CompileContext.current_compile_id()
-    return (None, None) if current is None else (current.frame_id, current.frame_compile_id)
+def compilation_now() -> object | None:
+    """Return what stands for the compilation that Dynamo is in: one for each size, and another after a graph break."""
+    return CompileContext.try_get()
+
+
+def compiling_alone() -> contextlib.AbstractContextManager[object]:
+    """Have no other thread compile in the body, as Dynamo does where it calls a backend."""
+    return compile_lock
 
 
 def breaks_off(graph_module: fx.GraphModule) -> bool:
@@ -177,6 +184,7 @@ def signature_of(graph_module: fx.GraphModule, *others: object) -> str:
     values = [str(n.meta.get("val")) + _strides(n.meta.get("val")) for n in graph_module.graph.nodes]
     settings = inductor_config.get_config_copy()
     settings.pop("custom_partitioner_fn", None)
+    others = (*others, functorch_config.donated_buffer)
     return digest(str(graph_module.graph), *values, repr(sorted(settings.items(), key=str)), *map(repr, others))
 
 
@@ -204,8 +212,9 @@ def lowered_forward(graph_module: fx.GraphModule, num_outputs: int) -> Wrapper:
 
 def lowered_backward(graph_module: fx.GraphModule, num_saved: int, donated: Sequence[int]) -> Wrapper:
     """Return the wrapper of a backward. ``donated``: places of saved tensors that only it refers to, which it may write
-    over."""
-    with replaced(inductor_graph, "get_donated_idxs", lambda: list(donated)):
+    over where torch lets it."""
+    places = list(donated) if functorch_config.donated_buffer else []
+    with replaced_here(inductor_graph, "get_donated_idxs", lambda: places):
         return _lowered(graph_module, None, num_saved, is_backward=True)
 
 
@@ -335,7 +344,7 @@ def function_of(wrapper: Wrapper, on_call: OnCall) -> Callable[[list[Any]], Sequ
     It is to run under a ``FakeTensorMode``: what it allocates, and ops that are not kernels, are then fakes.
     """
     scope: dict[str, Any] = {"__name__": "fxmem_wrapper", "__file__": "<wrapper>"}
-    with replaced(async_compile, "AsyncCompile", lambda: _NoKernels(on_call)):
+    with replaced_here(async_compile, "AsyncCompile", lambda: _NoKernels(on_call)):
         exec(compile(wrapper.source, "<wrapper>", "exec"), scope)
     scope.update(wrapper.constants)
     scope.update({name: _empty("cuda" if "cuda" in name else "cpu") for name in ALLOCATORS})

@@ -47,13 +47,13 @@ def check_inputs(inputs: Sequence[Any]) -> None:
         raise InputError(f"a compiled step is planned on the CPU and on CUDA, not on {', '.join(sorted(unknown))}")
 
 
-def check_one_graph(now: tuple[object, object], before: tuple[object, object] | None) -> None:
+def check_one_graph(now: object | None, before: object | None) -> None:
     """Errors: ``InputError`` if one compilation makes several training graphs: each would be planned as if it were alone.
 
     ``now``, ``before``: what :func:`fxmem.compiled.lower.compilation_now` told of this graph and the one before; a graph
     that DistributedDataParallel cuts up shows as the same compilation once more.
     """
-    if before is not None and now == before:
+    if before is not None and now is before:
         raise InputError(
             "one graph is cut up into several (DistributedDataParallel's buckets), which are compiled before any of them "
             "is called, so that no budget can be over all; set torch._dynamo.config.optimize_ddp = False"

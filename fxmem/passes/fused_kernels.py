@@ -25,13 +25,11 @@ MOST_KERNELS = 12
 
 
 class Kernels:
-    """Makes kernels for the chains of one step after another."""
+    """Makes kernels for the chains of a step."""
 
     def __init__(self) -> None:
         self.told = ""
-        """What came of it last."""
-        self._known: dict[Chain, FusedCall | None] = {}
-        """None where there is no such kernel, or none that is quicker."""
+        """What came of it."""
 
     def __call__(self, chains: Sequence[Chain], most_bytes: int) -> dict[Chain, FusedCall]:
         """Return what runs ``chains``, each of which is as often in a step as in the list. ``most_bytes``: what may be
@@ -41,14 +39,12 @@ class Kernels:
         most = sorted(counts, key=lambda chain: -chain.spared_bytes * counts[chain])[:MOST_KERNELS]
         found: dict[Chain, FusedCall] = {}
         for chain in most:
-            if chain not in self._known:
-                try:
-                    self._known[chain] = _made(chain)
-                except Exception as error:  # a compiler that is not there, or fails: steps run without
-                    self.told = f"none: the compiler of their kernels fails ({first_lines(error)})"
-                    warnings.warn(f'allow=(..., "fuse"): {self.told}', stacklevel=level_of_user())
-                    return {}
-            kernel = self._known[chain]
+            try:
+                kernel = _made(chain)
+            except Exception as error:  # a compiler that is not there, or fails: steps run without
+                self.told = f"none: the compiler of their kernels fails ({first_lines(error)})"
+                warnings.warn(f'allow=(..., "fuse"): {self.told}', stacklevel=level_of_user())
+                return {}
             if kernel is not None:
                 found[chain] = kernel
         told = f"{sum(counts[chain] for chain in found)} of {len(chains)} chains of ops as one kernel each"
@@ -84,7 +80,7 @@ def _made(chain: Chain) -> FusedCall | None:
 def _compiled(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
     from torch._inductor import compile, config  # which takes seconds
 
-    with config.patch(compile_threads=1):
+    with config.patch({"compile_threads": 1, "triton.cudagraphs": False, "cpp_wrapper": False}):
         kernel: Callable[..., Sequence[torch.Tensor]] = compile(graph, list(inputs))
         return kernel
 
@@ -93,8 +89,10 @@ def _input(lies: Lies) -> torch.Tensor:
     view, device = lies
     base = made_up(view, device)
     if view.dtype == torch.bool:
-        base[::2] = True
-    if view.dtype.is_floating_point:
+        base.random_(2)
+    elif not view.dtype.is_floating_point:
+        base.random_(1, 100)
+    else:
         base.mul_(8).sub_(4)
         special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40], device=device).to(view.dtype)
         base[: len(special)].copy_(special[: len(base)])

@@ -2,31 +2,43 @@
 
 In: a function. Out: bytes of each allocation and free on the CPU, by the allocator's own events, or how many allocations
 there were.
+
+The events are those of torch's first profiler, in a thread of its own: it works beside a ``torch.profiler`` of the user,
+which one of its kind would end.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
-"""What the profiler's library reads from the environment, of which the first time counts."""
+_AUTOGRAD: Any = torch.autograd
+"""Its stubs lack the profiler."""
+_MEMORY = "memory_alloc"
+"""The kind of an event of the allocator."""
 
 
 def allocated_on_cpu(run: Callable[[], object]) -> list[int]:
     """Return the bytes of each allocation of ``run``, in order, and less than 0 those of each free; what it returns is
-    still there."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with _quiet_profiler(), torch.profiler.profile(profile_memory=True, activities=activities) as profiler:
+    still there. It runs in another thread, without gradients."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_allocated, run).result()
+
+
+@torch.no_grad()
+def _allocated(run: Callable[[], object]) -> list[int]:
+    cpu, memory_too = _AUTOGRAD.ProfilerState.CPU, (False, True, False, False, False)
+    _AUTOGRAD._enable_profiler_legacy(_AUTOGRAD.ProfilerConfig(cpu, *memory_too, _ExperimentalConfig()))
+    try:
         result = run()
-    results: Any = profiler.profiler.kineto_results
-    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    finally:
+        threads = _AUTOGRAD._disable_profiler_legacy()
     del result
-    return [event.nbytes() for event in events]
+    return [event.cpu_memory_usage() for events in threads for event in events if event.kind() == _MEMORY]
 
 
 def num_allocations(run: Callable[[], object], device: torch.device) -> int:
@@ -42,16 +54,3 @@ def num_allocations(run: Callable[[], object], device: torch.device) -> int:
 
 def _num_made(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])
-
-
-@contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's own log from standard error: two lines each time, by default, in torch 2.13."""
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = "99"
-    try:
-        yield
-    finally:
-        del os.environ[_LOG_LEVEL]

@@ -17,6 +17,7 @@ from benchmarks.measure import allocator_rise_bytes
 from fxmem.passes import fused_kernels
 from fxmem.runtime.layout import View
 from fxmem.runtime.programs.fused_calls import ELEMENTWISE, Chain, FusedCall, fused
+from fxmem.runtime.programs.gradient_parts import sums_of_arguments
 from fxmem.runtime.programs.instructions import Ref
 from fxmem.runtime.programs.joint import JointSteps
 from fxmem.runtime.programs.trial import Trial
@@ -145,6 +146,49 @@ def test_without_a_compiler_steps_run_as_they_would_and_a_warning_tells(monkeypa
         _gradients(optimized, x)
     assert all(map(torch.equal, _gradients(model, x), _gradients(optimized, x)))
     assert "no compiler is there" in optimized.fxmem.fused
+
+
+def test_a_trial_that_fails_leaves_the_program_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> float:
+        raise torch.OutOfMemoryError("no room for a trial")
+
+    _gaining(monkeypatch, 0.03)
+    monkeypatch.setattr(Trial, "_gain", fails)
+    model, optimized, x = _optimized()
+    for _ in range(3):
+        assert all(map(torch.equal, _gradients(model, x), _gradients(optimized, x)))
+    assert _joint(optimized).program is not None
+    assert not _is_fused(optimized)
+    assert optimized.fxmem.fused == "none: trying chains as one kernel each fails (no room for a trial)"
+
+
+class Scaled(nn.Module):
+    """Scales its input by one parameter in each of some layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(32, 32) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = F.silu(x @ x) * self.scale
+        return x
+
+
+def test_sums_of_an_arguments_gradients_are_in_no_chain() -> None:
+    """Autograd adds those of several calls in its own order, so each has to be given by itself."""
+    torch.manual_seed(0)
+    model = Scaled()
+    optimized: Any = fxmem.optimize(copy.deepcopy(model), torch.randn(32, 32), allow=ALLOW[:2], runtime="program")
+    for _ in range(2):
+        optimized(torch.randn(32, 32)).sum().backward()
+    recording = _joint(optimized)._recording
+    assert recording is not None
+    sums = sums_of_arguments(recording)
+    assert len(sums) == 2
+    form = fused(recording, lambda chains: {chain: FusedCall(chain.graph(), chain.makes) for chain in chains})
+    assert len(form.backward) < len(recording.backward)
+    assert len(sums_of_arguments(form)) == 2
 
 
 def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ NOTE [Chains]
 
 1. A chain is calls that follow each other, of operators whose fused kernels have eager's bits
    (:class:`~fxmem.op_facts.kinds.FusedRole`), whose results are of one size. Views of other values may be made between.
+   Sums of an argument's gradients are in none: autograd makes them, in an order of its own (NOTE [Parts], 1).
 2. Values that nobody reads but the chain itself are not made. The others are results of the call.
 3. A call of fakes makes results that lie as the real ones do.
 """
@@ -24,7 +25,7 @@ from torch import fx
 from fxmem.op_facts.kinds import FusedRole
 from fxmem.op_facts.lookup import with_role
 from fxmem.runtime.layout import View
-from fxmem.runtime.programs.gradient_parts import made_by
+from fxmem.runtime.programs.gradient_parts import made_by, sums_of_arguments
 from fxmem.runtime.programs.instructions import Instruction, Recording, Ref, device_bytes
 from fxmem.runtime.programs.joined_calls import room_in
 from fxmem.torch_private import FakeTensor, tree_map_only
@@ -99,7 +100,8 @@ def fused(recording: Recording, kernels: Kernels) -> Recording:
     returned = {leaf.value for leaf in recording.outputs if isinstance(leaf, Ref)}
     later = {value for call in recording.backward for value in call.reads} | given | returned
     both = (recording.forward, later), (recording.backward, given)
-    found = [[*_Chains(recording, calls, read_later).found()] for calls, read_later in both]
+    apart = set[int](), sums_of_arguments(recording)
+    found = [[*_Chains(recording, *each, sums).found()] for each, sums in zip(both, apart, strict=True)]
     made = kernels([each.chain for part in found for each in part])
     if not made:
         return recording
@@ -120,9 +122,11 @@ class _Found:
 class _Chains:
     """The chains among the calls of a forward or a backward."""
 
-    def __init__(self, recording: Recording, calls: Sequence[Instruction], read_later: set[int]) -> None:
-        """``read_later``: values that are read when all of them have run."""
-        self._recording, self._calls, self._has_room = recording, calls, room_in(calls)
+    def __init__(
+        self, recording: Recording, calls: Sequence[Instruction], read_later: set[int], apart: set[int]
+    ) -> None:
+        """``read_later``: values that are read when all of them have run. ``apart``: places of calls in no chain."""
+        self._recording, self._calls, self._has_room, self._apart = recording, calls, room_in(calls), apart
         self._readers: dict[int, list[float]] = {value: [math.inf] for value in read_later}
         for place, call in enumerate(calls):
             for value in call.reads:
@@ -142,7 +146,7 @@ class _Chains:
         run: list[int] = []
         made = set[int]()
         for place, call in enumerate(self._calls):
-            if self._is_elementwise(call):
+            if self._is_elementwise(call) and place not in self._apart:
                 if run and self._kind(call) != self._kind(self._calls[run[0]]):
                     yield tuple(run)
                     run, made = [], set()

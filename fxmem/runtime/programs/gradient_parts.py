@@ -98,6 +98,14 @@ def _unsummed(recording: Recording) -> tuple[list[Instruction], list[Gradient]]:
     return backward, sorted(gradients, key=lambda gradient: gradient.place)
 
 
+def sums_of_arguments(recording: Recording) -> set[int]:
+    """Return the places in the backward of the sums that are taken out of it."""
+    given = zip(recording.gradients, recording.num_uses, strict=True)
+    return {
+        place for value, uses in given if value is not None for place in _summands(recording.backward, value, uses)[1]
+    }
+
+
 def _summands(backward: Sequence[Instruction], value: int, num_uses: int) -> tuple[list[int], set[int]]:
     """Return the gradients that ``value`` is the sum of, in the order in which they were added, and the places of the
     sums. A sum that others read is none of an argument's."""

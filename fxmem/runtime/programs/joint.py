@@ -314,13 +314,15 @@ class JointSteps:
             if self._is_tried and not self.refusal:
                 program = self._programs[at_once] = next(programs_of(recording, at_once=at_once))
                 self.refusal = "" if trial.passes(program) else "a program of it has other bits"
-            if self._fuse is not None and not self.refusal:
-                self._quicker = trial.with_chains_fused(recording, self._fuse)
-                if self._quicker:
-                    self._programs.clear()
         except Exception as error:  # NOTE [Writing down] in written_step.py
             self.refusal = f"it could not be written down ({type(error).__name__}: {error})"
-        return None if self.refusal else recording
+        if self.refusal:
+            return None
+        if self._fuse is not None:
+            self._quicker = trial.with_chains_fused(recording, self._fuse)
+            if self._quicker:
+                self._programs.clear()
+        return recording
 
     def on_fakes(self, program: Program, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return the output leaves of a call of ``program`` with fake ``leaves``, where the graph's state is fake too.

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from fxmem.errors import first_lines
 from fxmem.runtime.programs.fused_calls import Chain, FusedCall, fused
 from fxmem.runtime.programs.instructions import Recording
 from fxmem.runtime.programs.joined_calls import joined
@@ -73,8 +74,15 @@ class Trial:
         return sorted(found)[1]
 
     def with_chains_fused(self, recording: Recording, fuse: Fuse) -> tuple[Recording, ...]:
-        """Return a quicker form of ``recording``, in which chains are one call each; nothing where that is none, or has
-        other bits."""
+        """Return a quicker form of ``recording``, in which chains are one call each; nothing where that is none, has other
+        bits, or fails."""
+        try:
+            return self._with_chains_fused(recording, fuse)
+        except Exception as error:  # of a compiler, or of a device that has no room: the step runs without
+            fuse.told = f"none: trying chains as one kernel each fails ({first_lines(error)})"
+            return ()
+
+    def _with_chains_fused(self, recording: Recording, fuse: Fuse) -> tuple[Recording, ...]:
         by_calls = joined(recording)
         calls = (*recording.forward, *recording.backward)
         most_bytes = max((call.live_bytes + call.inside_bytes for call in calls), default=0)
