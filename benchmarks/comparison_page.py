@@ -85,7 +85,7 @@ def _compiled_beside_torch(rows: list[Row]) -> Iterator[str]:
         return
     yield (
         "The compiled backend (`backend=\"inductor\"`: fused kernels, not eager's bits), at the peaks of torch.compile's "
-        "own budgets; extra times of both are over the same compiler's time with nothing recomputed:"
+        "own budgets; extra times of both are over the same compiler's time at its default, budget 1:"
     )
     yield from ("", *HEAD, *map(_line, verdicts), "")
     right = right_of(verdicts)

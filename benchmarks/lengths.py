@@ -194,6 +194,9 @@ def longest(name: str, plan_seconds: float) -> Longest:
     )
 
 
+_LABELS = {"+ offload": "+ chunk, offload (sums in another order)"}
+
+
 def text() -> str:
     """Return the committed results as a table."""
     results = json.loads(PATH.read_text(encoding="utf-8"))
@@ -202,8 +205,8 @@ def text() -> str:
         "| choices | longest sequence | it keeps all in | planned peak | allocated | in host memory | extra time |",
         "|---|---|---|---|---|---|---|",
         *(
-            f"| {row.allow} | {row.tokens:,} | {row.eager_bytes / 1e9:.0f} GB | {row.peak_bytes / 1e9:.2f} GB | "
-            f"{row.allocated_bytes / 1e9:.2f} GB | {row.host_bytes / 1e9:.0f} GB | {row.overhead_ratio:.0%} |"
+            f"| {_LABELS.get(row.allow, row.allow)} | {row.tokens:,} | {row.eager_bytes / 1e9:.0f} GB | "
+            f"{row.peak_bytes / 1e9:.2f} GB | {row.allocated_bytes / 1e9:.2f} GB | {row.host_bytes / 1e9:.0f} GB | {row.overhead_ratio:.0%} |"
             for row in rows
         ),
         "",

@@ -171,7 +171,31 @@ def ran(model: torch.nn.Module, args: Any, kwargs: Any, loss: Any) -> tuple[Stor
 # -- the tables --------------------------------------------------------------------------------------------------------
 
 
-def floor_table(rows: Sequence[Floor]) -> str:
+def told() -> str:
+    """Return the section of docs/offload.md: these tables."""
+    found = json.loads(PATH.read_text(encoding="utf-8"))
+    floors, costs = ([kind(**row) for row in found[key]] for kind, key in ((Floor, "floors"), (Cost, "costs")))
+    steps, facts = [Measured(**row) for row in found["steps"]], found["machine"]
+    reached = [row.model for row in floors if row.offload_bytes == row.held_bytes]
+    others = [row.model for row in floors if row.offload_bytes > row.held_bytes]
+    return "\n\n".join(
+        (
+            f"From `benchmarks/results/offload.json` (torch {facts['torch']}, {facts['date']}).",
+            "The least peak, in GB, at training sizes. *every plan holds*: what is alive at some moment whatever is "
+            "recomputed or offloaded, an op's own inputs and outputs with parameters and gradients; below it nothing but "
+            f"smaller ops goes. Offloads reach it on {', '.join(reached)}, and not on {', '.join(others) or 'none'}.",
+            floor_table(floors, "github"),
+            "What a budget costs, of the eager step's time: recomputation alone, and with offloads by link, with what goes "
+            "over it. Over PCI Express little can be hidden behind so fast a card; NVLink-C2C hides most.",
+            cost_table(costs, "github"),
+            "Steps that ran on a CPU at the least budget with offloads, in MB: planned and measured peaks, and whose bits "
+            "the gradients have.",
+            measured_table(steps, "github"),
+        )
+    )
+
+
+def floor_table(rows: Sequence[Floor], style: str = "simple") -> str:
     headers = ("model", "eager GB", "recompute", "+ offload", "of it", "every plan holds", "of it")
     table = [
         (
@@ -185,20 +209,20 @@ def floor_table(rows: Sequence[Floor]) -> str:
         )
         for row in rows
     ]
-    return tabulate(table, headers, disable_numparse=True)
+    return tabulate(table, headers, tablefmt=style, disable_numparse=True)
 
 
-def cost_table(rows: Sequence[Cost]) -> str:
+def cost_table(rows: Sequence[Cost], style: str = "simple") -> str:
     headers = ("model", "budget GB", "recompute alone", *(f"+ offload, {name}" for name in LINK_NAMES))
     table = []
     for row in (row for row in rows if row.link == LINK_NAMES[0]):
         same = [r for r in rows if (r.model, r.budget_bytes) == (row.model, row.budget_bytes)]
         cells = (f"{r.offload_ratio:.1%} ({r.sent_bytes / 1e9:.2f} GB)" for r in same)
         table.append((row.model, f"{row.budget_bytes / 1e9:.2f}", f"{row.recompute_ratio:.1%}", *cells))
-    return tabulate(table, headers, disable_numparse=True)
+    return tabulate(table, headers, tablefmt=style, disable_numparse=True)
 
 
-def measured_table(rows: Sequence[Measured]) -> str:
+def measured_table(rows: Sequence[Measured], style: str = "simple") -> str:
     headers = ("model", "eager MB", "recompute", "+ offload", "measured", "in host memory", "bits")
     table = [
         (
@@ -209,7 +233,7 @@ def measured_table(rows: Sequence[Measured]) -> str:
         )
         for row in rows
     ]
-    return tabulate(table, headers, disable_numparse=True)
+    return tabulate(table, headers, tablefmt=style, disable_numparse=True)
 
 
 def rows_of(names: Sequence[str]) -> Iterator[tuple[Floor, list[Cost], Measured]]:

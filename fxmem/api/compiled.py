@@ -77,7 +77,8 @@ def backend(
     ``optimizer`` are counted. Of a loss outside it knows nothing; :func:`fxmem.optimize` with ``backend="inductor"`` does.
     Where a graph breaks, or several functions are given one backend, the budget is over all compiled calls that go before
     one backward, from the second step on; what runs between them is not counted. Other sizes are planned as they come.
-    Loss and gradients are bitwise those of ``torch.compile`` with nothing recomputed, which are not eager's.
+    Loss and gradients are those of the same compiler with nothing recomputed, on the CPU bit by bit in most transformers;
+    they are not eager's bits.
     ``backend.reports``: what was planned.
 
     Errors, when the first training call compiles: ``InfeasibleBudgetError`` with the least peak that was reached,
