@@ -206,7 +206,8 @@ def text() -> str:
         "|---|---|---|---|---|---|---|",
         *(
             f"| {_LABELS.get(row.allow, row.allow)} | {row.tokens:,} | {row.eager_bytes / 1e9:.0f} GB | "
-            f"{row.peak_bytes / 1e9:.2f} GB | {row.allocated_bytes / 1e9:.2f} GB | {row.host_bytes / 1e9:.0f} GB | {row.overhead_ratio:.0%} |"
+            f"{row.peak_bytes / 1e9:.2f} GB | {row.allocated_bytes / 1e9:.2f} GB | "
+            f"{row.host_bytes / 1e9:.0f} GB | {row.overhead_ratio:.0%} |"
             for row in rows
         ),
         "",
