@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -221,6 +222,7 @@ def largest_relative_error(expected: dict[str, Tensor], actual: dict[str, Tensor
             # A bias before a normalization has a gradient of rounding errors only; compare those with the largest.
             scale = max(float(e.norm()), 1e-4 * largest)
             difference = float((a - e).norm())
+            difference = math.inf if math.isnan(difference) else difference
             worst = max(worst, difference / scale if scale else float(difference > 0), 1e-30)
     return worst
 
