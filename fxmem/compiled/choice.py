@@ -33,8 +33,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from fxmem.compiled.fakerun import StepRun
 from fxmem.compiled.levers import Levers
+from fxmem.compiled.step_run import StepRun
 from fxmem.ir import FrontierPoint
 from fxmem.planners.pareto import cheapest_within
 
@@ -160,7 +160,7 @@ class Taken(NamedTuple, Generic[P]):
 
     @property
     def levers(self) -> Levers:
-        return Levers(self.layouts_left, self.run.tight_backward)
+        return Levers(self.layouts_left or self.run.layouts_left, self.run.tight_backward)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ are no generated kernels take no scratch of their own below the dispatcher; for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,11 @@ from torch import fx
 from fxmem.compiled.emit import Partitioned
 from fxmem.compiled.joint import is_tangent, outputs_of
 from fxmem.compiled.levers import LAID_OUT, NO_LEVERS, Levers
-from fxmem.compiled.lower import Wrapper, function_of, lowered_backward, lowered_forward
+from fxmem.compiled.lower import function_of, lowered_backward, lowered_forward
 from fxmem.compiled.scratch import copy_seconds, op_seconds, scratch_bytes
+from fxmem.compiled.step_run import StepRun
 from fxmem.compiled.surroundings import Surroundings
+from fxmem.compiled.wrapper import Wrapper
 from fxmem.errors import FxMemError, ProfileError, first_lines
 from fxmem.fake.attention import torch_release
 from fxmem.ir import Phase
@@ -37,37 +39,6 @@ HOLDS_TANGENTS = torch_release() < (2, 13)
 """Whether AOTAutograd keeps the gradients that a backward is given until its code has run."""
 ROOM_BYTES = 4 * MOST_UNSPLIT_BYTES
 """An H200 took up to 2.7 MB more than was told (``benchmarks/results/gpu_compiled_h200.json``); no bound is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRun:
-    """A compiled step that ran on fakes; bytes are sums over storages, all of the step included."""
-
-    peak_bytes: int
-    forward_peak_bytes: int
-    saved_bytes: int
-    """Alive between forward and backward, outputs included."""
-    backward_peak_bytes: int
-    end_bytes: int
-    """Alive after the backward: gradients, outputs, and all that is there for the whole step."""
-    seconds: float
-    """Estimated from bytes that kernels move and FLOPs of other ops."""
-    most_bytes: int = 0
-    """The most that a step takes on CUDA: in the first one Inductor may try each kernel (:meth:`_Run._first_peak`), and
-    what the allocator leaves unsplit depends on what compiling left it."""
-    floor_bytes: int = 0
-    """What the end of the step takes, gradients and the optimizer's step: no plan changes that."""
-    laid_out_seconds: float = 0.0
-    """Of ``seconds``: of what layouts decide, convolutions and copies from one layout to another; 0 if not measured."""
-    measured_seconds: float = 0.0
-    """What these take on this machine."""
-    tight_backward: bool = False
-    """Whether that is why it takes less (NOTE [Tight backwards] in :mod:`fxmem.compiled.levers`)."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """The least budget that it keeps."""
-        return max(self.peak_bytes, self.most_bytes)
 
 
 class Source(NamedTuple):
@@ -103,6 +74,12 @@ class LoweredGraph:
         with unknown_code_told(), levers.pulled(is_backward=False):
             self.forward = lowered_forward(self._forward, num_outputs)
         self._backward_code: Wrapper | None = None
+
+    @property
+    def loses_writes(self) -> bool:
+        """As :attr:`Wrapper.loses_writes`, of all code that was generated."""
+        codes = (self.forward, self._backward_code)
+        return any(code.loses_writes for code in codes if code is not None)
 
     def tight(self) -> LoweredGraph:
         """Return the same with a tight backward."""
@@ -164,14 +141,6 @@ def run_step(
     """
     with unknown_code_told():
         return _Run(graphs, calls, around, hardware, measures).step()
-
-
-def least_of(usual: StepRun, enough_bytes: float, tight: Callable[[], StepRun]) -> StepRun:
-    """Return ``usual``, or the run with a tight backward if that takes less, and ``usual`` more than ``enough_bytes``."""
-    if usual.needed_bytes <= enough_bytes:
-        return usual
-    other = replace(tight(), tight_backward=True)
-    return min(usual, other, key=lambda run: run.needed_bytes)
 
 
 @contextmanager

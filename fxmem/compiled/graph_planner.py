@@ -8,6 +8,7 @@ cheapest that fits -> partitioned graphs. Candidates and what was seen of them a
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,12 +16,13 @@ from torch import fx
 
 from fxmem.compiled import emit
 from fxmem.compiled.choice import Candidates, Choices, P, Taken
-from fxmem.compiled.fakerun import ALONE, LoweredGraph, StepRun, least_of, run_step
+from fxmem.compiled.fakerun import ALONE, LoweredGraph, run_step
 from fxmem.compiled.joint import JointGraph
 from fxmem.compiled.kernels import Kernels, profile_of
 from fxmem.compiled.levers import Levers, lays_out
 from fxmem.compiled.lower import own_context, signature_of, without_duplicates
 from fxmem.compiled.report import CompiledCost, CompiledReport
+from fxmem.compiled.step_run import StepRun, least_of
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.frontiers import recomputing_frontier
@@ -28,6 +30,7 @@ from fxmem.ir import FrontierPoint, GraphProfile, Plan
 from fxmem.passes.context import Settings
 from fxmem.profiling.roofline import Hardware, hardware_for
 from fxmem.progress import check_interrupted, stage
+from fxmem.user_frames import level_of_user
 
 MOST_KEPT = 32
 """Graphs whose candidates are remembered in a process."""
@@ -135,10 +138,14 @@ class GraphPlanner:
 
     def _run(self, point: FrontierPoint, layouts_left: bool, enough_bytes: float) -> StepRun:
         def run(graph: LoweredGraph) -> StepRun:
-            return run_step([graph], ALONE, self.around, self.hardware, measures=self.measures)
+            found = run_step([graph], ALONE, self.around, self.hardware, measures=self.measures)
+            return replace(found, loses_writes=graph.loses_writes)
 
         graph = self.lowered(point.plan, Levers(layouts_left))
-        return least_of(run(graph), enough_bytes, lambda: run(graph.tight()))
+        found = least_of(run(graph), enough_bytes, lambda: run(graph.tight()))
+        if found.loses_writes and self.as_laid_out is not None and not layouts_left:
+            return replace(self._run(point, True, enough_bytes), layouts_left=True)
+        return found
 
 
 def taken_within(budget_bytes: int | None, choices: Choices[P], around: Surroundings, where: str = STEP) -> Taken[P]:
@@ -147,6 +154,13 @@ def taken_within(budget_bytes: int | None, choices: Choices[P], around: Surround
     if taken is None:
         assert budget_bytes is not None
         raise infeasible(choices.least_bytes(), around, budget_bytes, where)
+    if taken.run.loses_writes:
+        warnings.warn(
+            "the code that Inductor generates for this step reads a gradient before it is there, a fault of torch's: "
+            "gradients of what lies before are wrong, without fxmem too. Compare them with eager's, or leave out "
+            'backend="inductor"',
+            stacklevel=level_of_user(),
+        )
     return taken
 
 

@@ -17,6 +17,12 @@ Where Inductor has convolutions in channels last, it lays out each input of a gr
 begins, and what the forward saves of that input for the backward is the copy: a step holds two of each weight. Here such
 inputs are saved as they are: convolutions lay them out when they run, the copy goes after it, and a convolution's backward
 takes weights as they are. A step takes as long.
+
+NOTE [Scatters before convolutions]
+
+Where a convolution asks for channels last, Inductor on the CPU (torch 2.13) may run what reads a gradient that is
+scattered, as that of a nearest upsampling, before the scatter: the gradients of all that lies before are zeros or what was
+in memory. Its code then writes a buffer that nothing reads. Such a plan is lowered with convolutions laid out as they are.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
 
 from fxmem.compiled.levers import Levers
+from fxmem.compiled.wrapper import Wrapper
 from fxmem.disk_cache import digest
 from fxmem.errors import CaptureError, FxMemError, first_lines
 from fxmem.torch_patches.replacing import replaced_here
@@ -193,15 +194,6 @@ def _strides(value: Any) -> str:
 
 
 # -- lowering without kernels ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Wrapper:
-    """The Python code that Inductor generates for one graph."""
-
-    source: str
-    constants: Mapping[str, Any]
-    """Global names of it that are set from outside."""
 
 
 def lowered_forward(graph_module: fx.GraphModule, num_outputs: int) -> Wrapper:

@@ -16,10 +16,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fxmem.compiled.choice import Candidates, Choices
-from fxmem.compiled.fakerun import GraphCall, LoweredGraph, StepRun, least_of, run_step
+from fxmem.compiled.fakerun import GraphCall, LoweredGraph, run_step
 from fxmem.compiled.graph_planner import GraphPlanner, report_of, taken_within
 from fxmem.compiled.levers import NO_LEVERS, Levers
 from fxmem.compiled.report import CompiledReport
+from fxmem.compiled.step_run import StepRun, least_of
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import FrontierPoint
 
@@ -131,7 +132,10 @@ class StepPlanner:
                 return self._run((*before, *self._variants(combination.places, levers)[len(before) :]))
 
             usual = run_with(Levers(layouts_left))
-            return least_of(usual, enough_bytes, lambda: run_with(Levers(layouts_left, tight_backward=True)))
+            found = least_of(usual, enough_bytes, lambda: run_with(Levers(layouts_left, tight_backward=True)))
+            if found.loses_writes and not layouts_left:
+                return replace(run(combination, True, enough_bytes), layouts_left=True)
+            return found
 
         lays_out = any(graph.planner.as_laid_out is not None for graph in self.graphs[len(before) :])
         return Choices(Candidates(combinations), Candidates(combinations) if lays_out else None, run)
@@ -139,7 +143,8 @@ class StepPlanner:
     def _run(self, variants: Sequence[Variant]) -> StepRun:
         graphs = [graph.code(variant) for graph, variant in zip(self.graphs, variants, strict=True)]
         measures = any(graph.planner.measures for graph in self.graphs)
-        return run_step(graphs, self.calls, self.around, self.graphs[0].planner.hardware, measures=measures)
+        found = run_step(graphs, self.calls, self.around, self.graphs[0].planner.hardware, measures=measures)
+        return replace(found, loses_writes=any(graph.loses_writes for graph in graphs))
 
 
 def path(frontiers: Sequence[Sequence[FrontierPoint]]) -> Iterator[Combination]:

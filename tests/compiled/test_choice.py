@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxmem.compiled import choice
 from fxmem.compiled.choice import FINER, NUM_CANDIDATES, Candidates, Choices
-from fxmem.compiled.fakerun import StepRun, least_of
+from fxmem.compiled.step_run import StepRun, least_of
 from fxmem.ir import FrontierPoint, Plan
 
 

@@ -1,0 +1,49 @@
+"""What a compiled step takes, as its code tells that ran on fakes: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """A compiled step that ran on fakes; bytes are sums over storages, all of the step included."""
+
+    peak_bytes: int
+    forward_peak_bytes: int
+    saved_bytes: int
+    """Alive between forward and backward, outputs included."""
+    backward_peak_bytes: int
+    end_bytes: int
+    """Alive after the backward: gradients, outputs, and all that is there for the whole step."""
+    seconds: float
+    """Estimated from bytes that kernels move and FLOPs of other ops."""
+    most_bytes: int = 0
+    """The most that a step takes on CUDA: in the first one Inductor may try each kernel (:meth:`_Run._first_peak`), and
+    what the allocator leaves unsplit depends on what compiling left it."""
+    floor_bytes: int = 0
+    """What the end of the step takes, gradients and the optimizer's step: no plan changes that."""
+    laid_out_seconds: float = 0.0
+    """Of ``seconds``: of what layouts decide, convolutions and copies from one layout to another; 0 if not measured."""
+    measured_seconds: float = 0.0
+    """What these take on this machine."""
+    tight_backward: bool = False
+    """Whether that is why it takes less (NOTE [Tight backwards] in :mod:`fxmem.compiled.levers`)."""
+    layouts_left: bool = False
+    """Whether convolutions are laid out as they are, since the code would else lose writes."""
+    loses_writes: bool = False
+    """NOTE [Scatters before convolutions] in :mod:`fxmem.compiled.levers`."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """The least budget that it keeps."""
+        return max(self.peak_bytes, self.most_bytes)
+
+
+def least_of(usual: StepRun, enough_bytes: float, tight: Callable[[], StepRun]) -> StepRun:
+    """Return ``usual``, or the run with a tight backward if that takes less, and ``usual`` more than ``enough_bytes``."""
+    if usual.needed_bytes <= enough_bytes:
+        return usual
+    other = replace(tight(), tight_backward=True)
+    return min(usual, other, key=lambda run: run.needed_bytes)

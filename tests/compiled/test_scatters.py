@@ -1,0 +1,78 @@
+"""Gradients that are scattered and then go through a convolution, which Inductor may read before they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import fxmem
+from fxmem.compiled.wrapper import Wrapper
+from tests.compiled.models import OPTIONS
+
+KERNELS = """
+scatter_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''
+extern "C"  void  kernel(const float* in_ptr0,
+                       float* out_ptr0)
+{
+    out_ptr0[static_cast<int64_t>(x0)] += in_ptr0[static_cast<int64_t>(x0)];
+}
+''')
+
+copy_1 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''
+extern "C"  void  kernel(const float* in_ptr0, float* out_ptr0)
+{
+    out_ptr0[static_cast<int64_t>(x0)] = in_ptr0[static_cast<int64_t>(x0)];
+}
+''')
+
+    def call(self, args):
+        buf0 = empty_strided_cpu((4, ), (1, ), torch.float32)
+"""
+SCATTER, COPY = "        scatter_0(primals_1, buf0)\n", "        copy_1(buf0, buf1)\n"
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("calls", "loses"),
+    [
+        (SCATTER + COPY + "        del buf0\n        return (buf1, )\n", False),
+        (COPY + SCATTER + "        del buf0  # buf0 is not read\n        return (buf1, )\n", True),
+        (COPY + SCATTER + "        return (buf1, buf0, )\n", False),
+        (
+            COPY + SCATTER + "        extern_kernels.mm(buf0, primals_2, out=buf2)\n        return (buf1, buf2, )\n",
+            False,
+        ),
+        (COPY + "        return (buf1, )\n", False),
+    ],
+)
+def test_what_is_added_to_a_buffer_and_not_read_is_lost(calls: str, loses: bool) -> None:
+    assert Wrapper(KERNELS + calls, {}).loses_writes is loses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("convolved", [True, False])
+def test_a_convolution_gets_the_gradient_that_a_scatter_makes(convolved: bool) -> None:
+    """In torch 2.13, and by itself, the first layer's gradients are zeros here."""
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, 8, 3, padding=1) if convolved else nn.BatchNorm2d(3)
+    model = nn.Sequential(
+        first, nn.ReLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d((7, 7)), nn.Flatten(), nn.LazyLinear(4)
+    )
+    x = torch.randn(2, 3, 2, 2)
+    model(x).square().mean().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    optimized = fxmem.optimize(model, x, budget="1GB", loss_fn=lambda output: output.square().mean(), **OPTIONS)
+    optimized(x).square().mean().backward()
+    for one, p in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(one, p.grad, rtol=1e-4, atol=1e-6)
+    assert optimized.fxmem.report.predicted_peak_bytes < 1e6
