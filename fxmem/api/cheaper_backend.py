@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from fxmem.api.arguments import Options, example_of, region_of_step, settings_of
+from fxmem.api.arguments import Options, check_optimizable, example_of, region_of_step, settings_of
 from fxmem.api.budget import parse_budget
 from fxmem.api.compiled import BudgetArguments, CompiledModule, Example, bounded_settings, compiled_module
 from fxmem.capture.export import capture
@@ -32,6 +32,7 @@ def compiled_if_cheaper(
     """
     if all(given is None for given in example):
         raise InputError('backend="auto" compares two plans for one call: give it an example, or name a backend')
+    check_optimizable(model)
     bounded_settings(model, example, budget, options)
     with told(f"planning {type(model).__name__}, compiled and eager", 2 * CAPTURE_SECONDS):
         try:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -259,19 +260,17 @@ class Calls:
         calls, budget = [*before, call], self._settings.budget_bytes
         key = tuple(each.graph for each in calls)
         planned, variants = self._planner_of(calls), [each.variant for each in before]
-        found: Variant | None = Variant(0)
-        if budget is not None:
-            with compiling_alone():
-                found = planned.last_within(variants, budget)
-                if found is None:
-                    found = planned.deepest()[-1]
-                    least = planned.letting_go()
-                    if (least_bytes := least.peak_bytes(least.deepest())) > budget:
-                        raise infeasible(least_bytes, planned.around, budget, _first(len(calls)))
-                    if not self._is_told:
-                        _warn(len(calls), planned.peak_bytes([*variants, found]), budget)
-                        self._is_told = True
-        assert found is not None
+        with compiling_alone():
+            found = planned.last_within(variants, math.inf if budget is None else budget)
+            if found is None:
+                assert budget is not None
+                found = planned.deepest()[-1]
+                least = planned.letting_go()
+                if (least_bytes := least.peak_bytes(least.deepest())) > budget:
+                    raise infeasible(least_bytes, planned.around, budget, _first(len(calls)))
+                if not self._is_told:
+                    _warn(len(calls), planned.peak_bytes([*variants, found]), budget)
+                    self._is_told = True
         self._tried[key] = found
         return found
 

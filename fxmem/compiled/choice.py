@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from fxmem.compiled.levers import Levers
@@ -239,4 +239,10 @@ class Choices(Generic[P]):
         return (self.candidates,) if self.as_laid_out is None else (self.candidates, self.as_laid_out)
 
     def _run_of(self, candidates: Candidates[P]) -> Run[P]:
-        return lambda point, enough_bytes: self.run(point, candidates is self.as_laid_out, enough_bytes)
+        def run(point: P, enough_bytes: float) -> StepRun:
+            found = self.run(point, candidates is self.as_laid_out, enough_bytes)
+            if found.loses_writes and candidates is self.candidates and self.as_laid_out is not None:
+                return replace(self.run(point, True, enough_bytes), layouts_left=True)
+            return found
+
+        return run

@@ -142,10 +142,7 @@ class GraphPlanner:
             return replace(found, loses_writes=graph.loses_writes)
 
         graph = self.lowered(point.plan, Levers(layouts_left))
-        found = least_of(run(graph), enough_bytes, lambda: run(graph.tight()))
-        if found.loses_writes and self.as_laid_out is not None and not layouts_left:
-            return replace(self._run(point, True, enough_bytes), layouts_left=True)
-        return found
+        return least_of(run(graph), enough_bytes, lambda: run(graph.tight()))
 
 
 def taken_within(budget_bytes: int | None, choices: Choices[P], around: Surroundings, where: str = STEP) -> Taken[P]:

@@ -96,7 +96,7 @@ class StepPlanner:
         )
         return self._variants(taken.point.places, taken.levers), report
 
-    def last_within(self, before: Sequence[Variant], budget_bytes: int) -> Variant | None:
+    def last_within(self, before: Sequence[Variant], budget_bytes: float) -> Variant | None:
         """Return the cheapest way to compile the last call's graph that keeps the budget, given those before it; None if
         none does."""
         places = tuple(variant.place for variant in before)
@@ -132,10 +132,7 @@ class StepPlanner:
                 return self._run((*before, *self._variants(combination.places, levers)[len(before) :]))
 
             usual = run_with(Levers(layouts_left))
-            found = least_of(usual, enough_bytes, lambda: run_with(Levers(layouts_left, tight_backward=True)))
-            if found.loses_writes and not layouts_left:
-                return replace(run(combination, True, enough_bytes), layouts_left=True)
-            return found
+            return least_of(usual, enough_bytes, lambda: run_with(Levers(layouts_left, tight_backward=True)))
 
         lays_out = any(graph.planner.as_laid_out is not None for graph in self.graphs[len(before) :])
         return Choices(Candidates(combinations), Candidates(combinations) if lays_out else None, run)

@@ -20,8 +20,8 @@ class StepRun:
     seconds: float
     """Estimated from bytes that kernels move and FLOPs of other ops."""
     most_bytes: int = 0
-    """The most that a step takes on CUDA: in the first one Inductor may try each kernel (:meth:`_Run._first_peak`), and
-    what the allocator leaves unsplit depends on what compiling left it."""
+    """The most that a step takes on CUDA: in the first one Inductor may try each kernel, and what the
+    allocator leaves unsplit depends on what compiling left it (:mod:`fxmem.compiled.fakerun`)."""
     floor_bytes: int = 0
     """What the end of the step takes, gradients and the optimizer's step: no plan changes that."""
     laid_out_seconds: float = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _KERNEL = re.compile(
@@ -23,10 +23,14 @@ class Wrapper:
     constants: Mapping[str, Any]
     """Global names of it that are set from outside."""
 
-    @property
-    def loses_writes(self) -> bool:
-        """True if a C++ kernel adds to a buffer that nothing reads afterwards: what should have read it ran before (NOTE
-        [Scatters before convolutions] in :mod:`fxmem.compiled.levers`)."""
+    loses_writes: bool = field(init=False)
+    """Whether a C++ kernel adds to a buffer that nothing reads afterwards: what should have read it ran before (NOTE
+    [Scatters before convolutions] in :mod:`fxmem.compiled.levers`)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loses_writes", bool(self._added_to_and_unread()))
+
+    def _added_to_and_unread(self) -> set[str]:
         scattering = {name: _added_to(parameters, body) for name, parameters, body in _KERNEL.findall(self.source)}
         unread = set[str]()
         for code in self._calls():
@@ -35,7 +39,7 @@ class Wrapper:
                 unread.difference_update(_BUFFER.findall(code))
             args = given.rstrip(")").split(", ")
             unread |= {args[place] for place in scattering.get(name, ()) if _BUFFER.fullmatch(args[place])}
-        return bool(unread)
+        return unread
 
     def _calls(self) -> Iterator[str]:
         """Yield the lines of the code that runs a graph, without comments."""

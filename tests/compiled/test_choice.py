@@ -210,3 +210,20 @@ def test_layouts_are_left_where_convolutions_are_so_much_quicker_or_cost_less_th
 
 def test_what_is_not_timed_is_taken_to_cost_a_twentieth() -> None:
     assert choices(0.0, 0.0).layout_seconds == pytest.approx(0.05)
+
+
+def test_a_plan_whose_code_loses_writes_is_lowered_with_layouts_left() -> None:
+    """Where there is another layout; else the code is what it is, and that is told."""
+    both = choices(1.0, 1.0)
+
+    def run(point: FrontierPoint, layouts_left: bool, enough_bytes: float) -> StepRun:
+        return replace(both.run(point, layouts_left, enough_bytes), loses_writes=not layouts_left)
+
+    taken = replace(both, run=run).cheapest_within(float("inf"))
+    assert taken is not None
+    assert not taken.run.loses_writes
+    assert taken.levers.layouts_left
+    alone = replace(choices(1.0, 1.0), as_laid_out=None, run=run).cheapest_within(float("inf"))
+    assert alone is not None
+    assert alone.run.loses_writes
+    assert not alone.levers.layouts_left

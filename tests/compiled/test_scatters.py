@@ -75,4 +75,4 @@ def test_a_convolution_gets_the_gradient_that_a_scatter_makes(convolved: bool) -
     optimized(x).square().mean().backward()
     for one, p in zip(expected, model.parameters(), strict=True):
         torch.testing.assert_close(one, p.grad, rtol=1e-4, atol=1e-6)
-    assert optimized.fxmem.report.predicted_peak_bytes < 1e6
+    assert convolved or not optimized.fxmem.report.layouts_left

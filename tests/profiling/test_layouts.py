@@ -61,7 +61,7 @@ def test_ops_on_two_operands_with_expanded_dimensions_and_of_one_element(
     op: Callable[..., Tensor], dtype: torch.dtype
 ) -> None:
     draw = random.Random(0)
-    for _ in range(80):
+    for _ in range(200):
         sizes = any_sizes(draw)
         x, y = (draw.choice(list(lying(sizes))).to(dtype) for _ in range(2))
         few = y.narrow(draw.randrange(len(sizes)), 0, 1)

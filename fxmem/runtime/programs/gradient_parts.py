@@ -85,11 +85,9 @@ def _unsummed(recording: Recording) -> tuple[list[Instruction], list[Gradient]]:
     """Return the backward without autograd's sums, and all gradients in the order in which they are complete."""
     found: list[tuple[int, int]] = []
     sums: set[int] = set()
-    for argument, value in enumerate(recording.gradients):
-        if value is not None:
-            values, its_sums = _summands(recording.backward, value, recording.num_uses[argument])
-            found += [(argument, value) for value in values]
-            sums |= its_sums
+    for argument, (values, its_sums) in _summed(recording).items():
+        found += [(argument, value) for value in values]
+        sums |= its_sums
     backward = [instruction for place, instruction in enumerate(recording.backward) if place not in sums]
     complete = _complete(recording, backward)
     gradients = [
@@ -100,9 +98,16 @@ def _unsummed(recording: Recording) -> tuple[list[Instruction], list[Gradient]]:
 
 def sums_of_arguments(recording: Recording) -> set[int]:
     """Return the places in the backward of the sums that are taken out of it."""
+    return set().union(*(sums for _, sums in _summed(recording).values()))
+
+
+def _summed(recording: Recording) -> dict[int, tuple[list[int], set[int]]]:
+    """Return by argument that has gradients what :func:`_summands` tells of them."""
     given = zip(recording.gradients, recording.num_uses, strict=True)
     return {
-        place for value, uses in given if value is not None for place in _summands(recording.backward, value, uses)[1]
+        argument: _summands(recording.backward, value, uses)
+        for argument, (value, uses) in enumerate(given)
+        if value is not None
     }
 
 
