@@ -20,9 +20,10 @@ takes weights as they are. A step takes as long.
 
 NOTE [Scatters before convolutions]
 
-Where a convolution asks for channels last, Inductor on the CPU (torch 2.13) may run what reads a gradient that is
-scattered, as that of a nearest upsampling, before the scatter: the gradients of all that lies before are zeros or what was
-in memory. Its code then writes a buffer that nothing reads. Such a plan is lowered with convolutions laid out as they are.
+Where a convolution asks for channels last, Inductor on one CPU thread (torch 2.13; with more it leaves a scatter to the op)
+may run what reads a gradient that is scattered, as that of a nearest upsampling, before the scatter: the gradients of all
+that lies before are zeros or what was in memory. Its code then writes a buffer that nothing reads. Such a plan is lowered
+with convolutions laid out as they are.
 """
 
 from __future__ import annotations

@@ -35,9 +35,12 @@ SCATTER, COPY = "        scatter_0(primals_1, buf0)\n", "        copy_1(buf0, bu
 
 
 @pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
+def _compiled_anew_on_one_thread() -> Iterator[None]:
     torch._dynamo.reset()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # with more, Inductor leaves a scatter to the op
     yield
+    torch.set_num_threads(before)
     torch._dynamo.reset()
 
 
@@ -59,14 +62,14 @@ def test_what_is_added_to_a_buffer_and_not_read_is_lost(calls: str, loses: bool)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("convolved", [True, False])
-def test_a_convolution_gets_the_gradient_that_a_scatter_makes(convolved: bool) -> None:
-    """In torch 2.13, and by itself, the first layer's gradients are zeros here."""
+@pytest.mark.parametrize("num_convolutions", [1, 2])
+def test_a_convolution_gets_the_gradient_that_a_scatter_makes(num_convolutions: int) -> None:
+    """Of two convolutions, torch 2.13 gives the gradients of all zeros by itself, and of one the right ones."""
     torch.manual_seed(0)
-    first = nn.Conv2d(3, 8, 3, padding=1) if convolved else nn.BatchNorm2d(3)
-    model = nn.Sequential(
-        first, nn.ReLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d((7, 7)), nn.Flatten(), nn.LazyLinear(4)
-    )
+    layers = [
+        layer for i in range(num_convolutions) for layer in (nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.ReLU())
+    ]
+    model = nn.Sequential(*layers, nn.MaxPool2d(2), nn.AdaptiveAvgPool2d((7, 7)), nn.Flatten(), nn.Linear(392, 10))
     x = torch.randn(2, 3, 2, 2)
     model(x).square().mean().backward()
     expected = [p.grad for p in model.parameters()]
@@ -75,4 +78,4 @@ def test_a_convolution_gets_the_gradient_that_a_scatter_makes(convolved: bool) -
     optimized(x).square().mean().backward()
     for one, p in zip(expected, model.parameters(), strict=True):
         torch.testing.assert_close(one, p.grad, rtol=1e-4, atol=1e-6)
-    assert convolved or not optimized.fxmem.report.layouts_left
+    assert num_convolutions > 1 or not optimized.fxmem.report.layouts_left
