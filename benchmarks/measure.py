@@ -17,8 +17,9 @@ NOTE [What is measured]
    compiled way takes its turns with the same compiler's way that recomputes nothing too.
 4. Gradients and buffers after one step from equal states and equal seeds are compared with eager's bit by bit. A
    compiled way draws other random numbers than eager, so where the model has dropout it is compared with itself
-   without recomputation. Where more than the first step is needed to begin with, gradients are those of the last of them,
-   which no update has been between.
+   without recomputation; inductor with layouts left as they are, as what it changes them to can make its own gradients
+   wrong (NOTE [Scatters before convolutions] in fxmem/compiled/levers.py). Where more than the first step is needed to
+   begin with, gradients are those of the last of them, which no update has been between.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_map_only
 
 import fxmem
@@ -127,10 +129,10 @@ def _measure(row: Row, way: Way, initial: nn.Module, eager: Racer, eager_peak: P
     reference = eager.gradients
     against_itself = way.compiled and _has_dropout(initial)
     own = without_recompute(way)
-    free = Racer(own or way, initial, eager.bench, eager.batch) if own or against_itself else None
+    free = Racer(own, initial, eager.bench, eager.batch) if own else None
     if against_itself:
-        assert free is not None
-        reference = free.gradients
+        with inductor_config.patch(layout_optimization=False):
+            reference = Racer(own or way, initial, eager.bench, eager.batch).gradients
     racer = Racer(way, initial, eager.bench, eager.batch)
     row.prepare_seconds = racer.prepare_seconds
     row.predicted_peak_bytes = racer.contender.told_peak_bytes() if racer.contender.told_peak_bytes else None

@@ -244,7 +244,7 @@ def _codes_kept(wrappers: list[Wrapper]) -> Iterator[None]:
     with (
         replaced_here(inductor_graph.GraphLowering, "compile_to_module", keep),
         replaced_here(CppScheduling, "codegen_node", _scalar_code),
-        inductor_config.patch(force_disable_caches=True),
+        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
     ):
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
+from torch._inductor.codecache import PyCodeCache
 from torch.profiler import ProfilerActivity, profile, schedule
 
 import fxmem
@@ -41,6 +43,19 @@ def test_planning_is_for_a_training_call_whatever_grad_mode_is_around() -> None:
         assert fxmem.frontier(model, x, **OPTIONS)
         assert fxmem.optimize(model, x, **OPTIONS).fxmem.report.predicted_peak_bytes == expected.peak_bytes
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_planning_leaves_inductors_caches_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, x = _model(), torch.randn(4, 8)
+    compiled = torch.compile(_model())
+    compiled(x).sum().backward()
+    loaded = list(PyCodeCache.modules)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    fxmem.estimate(model, x, **OPTIONS)
+    assert loaded
+    assert PyCodeCache.modules == loaded
+    assert not list(tmp_path.iterdir())
 
 
 class Detached(nn.Module):
