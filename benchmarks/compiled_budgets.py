@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 import fxmem
 from benchmarks.compiled import SEED, Racer, cases, on_one_thread, options_of, told_of_its_loss
 from benchmarks.measure import largest_relative_error
-from benchmarks.models import BenchModel
+from benchmarks.models import Batch, BenchModel
 from benchmarks.results_file import RESULTS, machine, where_measured
 from benchmarks.ways import least_compiled_bytes
 from fxmem.compiled.report import CompiledReport
@@ -52,6 +53,8 @@ class Row:
     """The largest relative error of a gradient beside nothing recomputed; 0: all bits are the same."""
     cpu: str | None = None
     date: str | None = None
+    eager_error: float | None = None
+    """The same beside eager; None where random numbers are drawn, which are others."""
 
 
 class RandomModel(nn.Module):
@@ -92,21 +95,35 @@ def rows_of(bench: BenchModel, num_budgets: int) -> Iterator[Row]:
         return report, *known[plan]
 
     draw = random.Random(bench.name)
+    eager = _eager_gradients(bench, initial, batch)
     report, most_bytes, expected = trained(None)
-    yield _row(bench.name, report, most_bytes, 0.0)
+
+    def row(report: CompiledReport, measured_bytes: int, gradients: dict[str, Tensor]) -> Row:
+        error = largest_relative_error(expected, gradients)
+        eager_error = None if eager is None else largest_relative_error(eager, gradients)
+        return _row(bench.name, report, measured_bytes, error, eager_error)
+
+    yield row(report, most_bytes, expected)
     least_bytes = least_compiled_bytes(initial, batch, options)
     budgets = [
         int(draw.uniform(least_bytes, max(least_bytes, report.predicted_peak_bytes))) for _ in range(num_budgets)
     ]
     for budget in sorted(budgets, reverse=True):
-        report, measured_bytes, gradients = trained(budget)
-        yield _row(bench.name, report, measured_bytes, largest_relative_error(expected, gradients))
+        yield row(*trained(budget))
 
 
-def _row(name: str, report: CompiledReport, measured_bytes: int, error: float) -> Row:
+def _eager_gradients(bench: BenchModel, initial: nn.Module, batch: Batch) -> dict[str, Tensor] | None:
+    """Return eager's gradients; None where random numbers are drawn."""
+    eager = Racer(bench, initial, batch, lambda module: module)
+    state = torch.get_rng_state()
+    eager.step()
+    return eager.gradients if torch.equal(state, torch.get_rng_state()) else None
+
+
+def _row(name: str, report: CompiledReport, measured_bytes: int, error: float, eager_error: float | None) -> Row:
     return Row(
         name, report.budget_bytes, report.predicted_peak_bytes, measured_bytes, 1 + report.overhead_ratio,
-        report.num_recomputed, error, machine()["cpu"], machine()["date"],
+        report.num_recomputed, error, machine()["cpu"], machine()["date"], eager_error,
     )  # fmt: skip
 
 
@@ -121,6 +138,8 @@ class Verdict:
     """The largest relative difference between predicted and measured peaks."""
     not_bitwise: int
     largest_error: float
+    eager_error: float
+    """The largest beside eager's gradients, of models that draw no random numbers."""
     falling: int
     """Budgets of which a higher one has a plan that is estimated to be slower."""
 
@@ -134,6 +153,7 @@ class Verdict:
             max(abs(row.predicted_peak_bytes / row.measured_peak_bytes - 1) for row in rows),
             sum(row.error > 0 for row in budgeted),
             max((row.error for row in budgeted), default=0.0),
+            max((row.eager_error for row in rows if row.eager_error is not None), default=math.nan),
             sum(a.model == b.model and b.estimated_ratio < a.estimated_ratio for a, b in pairwise(rows)),
         )
 
@@ -141,12 +161,25 @@ class Verdict:
 def table(rows: list[Row], style: str = "simple") -> str:
     """Return a line for each model; random functions share one."""
     names = dict.fromkeys(_group(row) for row in rows)
-    head = ("model", "budgets", "plans", "exceeded", "predicted apart", "not bitwise", "largest error", "falling")
+    head = (
+        "model",
+        "budgets",
+        "plans",
+        "exceeded",
+        "predicted apart",
+        "not bitwise",
+        "largest error",
+        "beside eager",
+        "falling",
+    )
     lines = []
     for name in names:
         v = Verdict.of([row for row in rows if _group(row) == name])
         counts = v.num_budgets, v.num_plans, v.exceeded
-        lines.append((name, *counts, f"{v.apart:.3%}", v.not_bitwise, f"{v.largest_error:.0e}", v.falling))
+        beside_eager = "" if math.isnan(v.eager_error) else f"{v.eager_error:.0e}"
+        lines.append(
+            (name, *counts, f"{v.apart:.3%}", v.not_bitwise, f"{v.largest_error:.0e}", beside_eager, v.falling)
+        )
     return tabulate(lines, head, tablefmt=style, disable_numparse=True)
 
 
@@ -159,6 +192,9 @@ def told() -> str:
     results = json.loads(PATH.read_text(encoding="utf-8"))
     rows = [Row(**row) for row in results["rows"]]
     verdict = Verdict.of(rows)
+    beside_eager = "" if math.isnan(verdict.eager_error) else (
+        f"Where no random numbers are drawn, gradients are eager's but for {verdict.eager_error:.0e}. "
+    )  # fmt: skip
     functions = len({row.model for row in rows if row.model.startswith(RANDOM)})
     return (
         f"{verdict.num_budgets} random budgets between the least reachable peak and what keeping all takes, on "
@@ -166,7 +202,7 @@ def told() -> str:
         f"{where_measured(rows)}): {verdict.exceeded} exceeded, predicted and measured peaks at most "
         f"{verdict.apart:.2%} apart, {verdict.falling} times a lower budget is estimated to be faster, "
         f"{verdict.not_bitwise} times gradients are not bit by bit those of keeping all (largest relative error "
-        f"{verdict.largest_error:.0e}).\n\n{table(rows, 'github')}"
+        f"{verdict.largest_error:.0e}). {beside_eager}\n\n{table(rows, 'github')}"
     )
 
 

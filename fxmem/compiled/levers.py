@@ -24,18 +24,26 @@ Where a convolution asks for channels last, Inductor on one CPU thread (torch 2.
 may run what reads a gradient that is scattered, as that of a nearest upsampling, before the scatter: the gradients of all
 that lies before are zeros or what was in memory. Its code then writes a buffer that nothing reads. Such a plan is lowered
 with convolutions laid out as they are.
+
+NOTE [Local buffers under tiles]
+
+Inductor's C++ runs loops over the same rows as one, and hands on what only they read in a local buffer of one row. Up to
+torch 2.13 it does so too where that loop takes several rows at once (tiles, where one of them reads a transposed matrix):
+all read what was left of the last row. Here loops in tiles share no local buffer, as from torch 2.14 on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
 from torch._inductor import config as inductor_config
+from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
 
 from fxmem.op_facts.kinds import CompiledRole
 from fxmem.op_facts.lookup import with_role
@@ -57,7 +65,8 @@ class Levers(NamedTuple):
         if self.tight_backward and is_backward:
             settings |= {"score_fusion_memory_threshold": sys.maxsize, "allow_buffer_reuse": False}
         laid_out = replaced_here(GraphLowering, "find_nodes_prefer_channels_last", _laid_out_at_once)
-        with inductor_config.patch(settings), laid_out:
+        fused = replaced_here(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _run_as_one)
+        with inductor_config.patch(settings), laid_out, fused:
             yield
 
 
@@ -71,6 +80,17 @@ def _laid_out_at_once(
     found = found_by(self)
     is_saved = (n for n in found if n.op == "placeholder" and any(user.op == "output" for user in n.users))
     return found - type(found)(is_saved)
+
+
+def _run_as_one(
+    self: OuterLoopFusedSchedulerNode,
+    kernels: Sequence[Any],
+    depth: int,
+    check: Callable[..., bool] = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr,
+) -> bool:
+    """Stands for ``OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr`` (NOTE [Local buffers under tiles])."""
+    in_tiles = any(loop.steps != 1 for kernel in kernels for loop in kernel.loop_nest.loops[:depth])
+    return not (in_tiles and V.local_buffer_context.local_buffers) and check(self, kernels, depth)
 
 
 def lays_out(graph_module: fx.GraphModule) -> bool:

@@ -45,7 +45,7 @@ Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.Graph
 
 def _in_keys() -> str:
     """Return what stands for the partitioner in keys of Inductor's cache, which lack what a backward may write over."""
-    return f"fxmem, inputs saved as they are, donated: {functorch_config.donated_buffer}"
+    return f"fxmem, inputs saved as they are, no local buffers under tiles, donated: {functorch_config.donated_buffer}"
 
 
 class Partitioner(CustomPartitionerFn):

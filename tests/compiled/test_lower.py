@@ -86,6 +86,26 @@ def test_a_buffer_is_held_for_a_later_one_unless_a_backward_is_tight(tight: bool
     assert ("# reuse" in sources[0]) is not tight
 
 
+def transposed_and_summed(w: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """Return what needs a transposed matrix by rows twice: Inductor's loops over them are in tiles."""
+    a, b, c, d = others
+    x = (w.T * a + b) * c + d * a
+    return x * 64 - x.sum(-1, keepdim=True) - a * (x * a).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("pulled", [False, True])
+def test_check_outer_fusion_loop_level_attr_decides_whether_tiles_share_a_local_buffer(pulled: bool) -> None:
+    sources: list[str] = []
+
+    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
+        forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
+        with levers.Levers().pulled(is_backward=False) if pulled else contextlib.nullcontext():
+            sources.append(lower.lowered_forward(forward, num_outputs).source)
+
+    in_the_seat(look, transposed_and_summed, *(torch.randn(64, 64, requires_grad=i == 0) for i in range(5)))
+    assert ("local_buffer_data" in sources[0]) is (not pulled and torch.__version__ < "2.14")
+
+
 @pytest.mark.parametrize("pulled", [False, True])
 def test_find_nodes_prefer_channels_last_decides_whether_an_inputs_copy_is_saved(pulled: bool) -> None:
     saved: list[bool] = []
