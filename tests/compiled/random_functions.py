@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +22,19 @@ STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
     "view": lambda x, y, w: x.view(2, -1).relu().view(WIDTH, WIDTH) + w,
 }
 
+WITHOUT_RANDOM = tuple(kind for kind in STEPS if kind != "dropout")
+"""Kinds that draw no random numbers."""
 
-def random_function(seed: int, num_steps: tuple[int, int] = (4, 14)) -> Callable[..., torch.Tensor]:
+
+def random_function(
+    seed: int, num_steps: tuple[int, int] = (4, 14), kinds: Sequence[str] = tuple(STEPS)
+) -> Callable[..., torch.Tensor]:
     """Return a function of an input and parameters, all of one size, of random steps that read any values before them.
 
-    ``num_steps``: how many there are at least and at most.
+    ``num_steps``: how many there are at least and at most. ``kinds``: names of :data:`STEPS`.
     """
     draw = random.Random(seed)
-    steps = [(draw.choice(list(STEPS)), draw.random(), draw.random()) for _ in range(draw.randint(*num_steps))]
+    steps = [(draw.choice(kinds), draw.random(), draw.random()) for _ in range(draw.randint(*num_steps))]
 
     def function(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         values = [x, *weights]

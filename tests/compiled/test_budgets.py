@@ -21,7 +21,7 @@ from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import Plan
 from tests.compiled.interpreted import results_of, values_for
-from tests.compiled.random_functions import inputs, random_function
+from tests.compiled.random_functions import WITHOUT_RANDOM, inputs, random_function
 from tests.compiled.seat import in_the_seat
 from tests.tiers import representatives
 
@@ -83,6 +83,27 @@ def test_no_budget_is_exceeded_and_less_memory_never_costs_less_time(
 
     in_the_seat(look, random_function(seed), *inputs())
     check_plans(*seen[0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(30))
+def test_gradients_of_compiled_steps_are_eagers_but_for_rounding(seed: int) -> None:
+    """What is generated for kernels is right: keeping all, and at the least peak."""
+    function = random_function(seed, (8, 16), WITHOUT_RANDOM)
+    x, *weights = inputs()
+    precise = torch.autograd.grad(function(x.double(), *(w.double() for w in weights)), weights, allow_unused=True)
+    expected = torch.autograd.grad(function(x, *weights), weights, allow_unused=True)
+    with pytest.raises(fxmem.InfeasibleBudgetError) as refused:
+        torch.compile(function, backend=fxmem.backend(budget="1kB", **OPTIONS), dynamic=False)(x, *weights)
+    for budget in (refused.value.least_bytes, "1GiB"):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=fxmem.backend(budget=budget, **OPTIONS), dynamic=False)
+        found = torch.autograd.grad(compiled(x, *weights), weights, allow_unused=True)
+        for one, other, right in zip(found, expected, precise, strict=True):
+            if one is None:
+                assert right is None or right.count_nonzero() == 0
+                continue
+            assert (one - right).norm() <= 3 * (other - right).norm() + 1e-5 * right.norm()
 
 
 @pytest.mark.exhaustive
