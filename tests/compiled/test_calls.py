@@ -80,7 +80,7 @@ class Case:
         self.other = torch.randn(ROWS, WIDTH)
         self.kind = kind
         kinds: dict[str, Callable[[], nn.Module]] = {"breaks": Breaking, "loops": Looping}
-        self.model = kinds.get(kind, lambda: nn.Sequential(Block(WIDTH), Block(WIDTH)))()
+        self.model = kinds.get(kind, lambda: nn.Sequential(Block(WIDTH)))()
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def compiled(self, budget: int | None) -> tuple[Callable[[], torch.Tensor], Any]:
