@@ -162,24 +162,16 @@ def table(rows: list[Row], style: str = "simple") -> str:
     """Return a line for each model; random functions share one."""
     names = dict.fromkeys(_group(row) for row in rows)
     head = (
-        "model",
-        "budgets",
-        "plans",
-        "exceeded",
-        "predicted apart",
-        "not bitwise",
-        "largest error",
-        "beside eager",
+        "model", "budgets", "plans", "exceeded", "predicted apart", "not bitwise", "largest error", "beside eager",
         "falling",
-    )
+    )  # fmt: skip
     lines = []
     for name in names:
         v = Verdict.of([row for row in rows if _group(row) == name])
         counts = v.num_budgets, v.num_plans, v.exceeded
         beside_eager = "" if math.isnan(v.eager_error) else f"{v.eager_error:.0e}"
-        lines.append(
-            (name, *counts, f"{v.apart:.3%}", v.not_bitwise, f"{v.largest_error:.0e}", beside_eager, v.falling)
-        )
+        errors = v.not_bitwise, f"{v.largest_error:.0e}", beside_eager
+        lines.append((name, *counts, f"{v.apart:.3%}", *errors, v.falling))
     return tabulate(lines, head, tablefmt=style, disable_numparse=True)
 
 
