@@ -34,9 +34,7 @@ plan_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts slow tests first, so that no worker waits for another's last one; skips what is marked `cuda` where there is no
-    CUDA device."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Skips what is marked `cuda` where there is no CUDA device."""
     if torch.cuda.is_available():
         return
     for item in items:
