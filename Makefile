@@ -55,7 +55,7 @@ PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 QUICK := -m "not slow and not exhaustive"
 
 # Types are checked beside the tests: mypy has one thread, and takes as long as a tenth of them.
-WITH_TYPES = @$(MAKE) --no-print-directory -j 2 types
+WITH_TYPES = +@$(MAKE) --no-print-directory -j 2 types
 
 test: lint
 	$(WITH_TYPES) run-test
