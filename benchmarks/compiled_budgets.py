@@ -185,7 +185,7 @@ def told() -> str:
     rows = [Row(**row) for row in results["rows"]]
     verdict = Verdict.of(rows)
     beside_eager = "" if math.isnan(verdict.eager_error) else (
-        f"Where no random numbers are drawn, gradients are eager's but for {verdict.eager_error:.0e}. "
+        f" Where no random numbers are drawn, gradients are eager's but for {verdict.eager_error:.0e}."
     )  # fmt: skip
     functions = len({row.model for row in rows if row.model.startswith(RANDOM)})
     return (
@@ -194,7 +194,7 @@ def told() -> str:
         f"{where_measured(rows)}): {verdict.exceeded} exceeded, predicted and measured peaks at most "
         f"{verdict.apart:.2%} apart, {verdict.falling} times a lower budget is estimated to be faster, "
         f"{verdict.not_bitwise} times gradients are not bit by bit those of keeping all (largest relative error "
-        f"{verdict.largest_error:.0e}). {beside_eager}\n\n{table(rows, 'github')}"
+        f"{verdict.largest_error:.0e}).{beside_eager}\n\n{table(rows, 'github')}"
     )
 
 
