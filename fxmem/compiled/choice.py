@@ -241,8 +241,17 @@ class Choices(Generic[P]):
     def _run_of(self, candidates: Candidates[P]) -> Run[P]:
         def run(point: P, enough_bytes: float) -> StepRun:
             found = self.run(point, candidates is self.as_laid_out, enough_bytes)
-            if found.loses_writes and candidates is self.candidates and self.as_laid_out is not None:
-                return replace(self.run(point, True, enough_bytes), layouts_left=True)
-            return found
+            if not found.loses_writes or self.as_laid_out is None or candidates is self.as_laid_out:
+                return found
+            return replace(self._run_as_laid_out(point), layouts_left=True)
 
         return run
+
+    def _run_as_laid_out(self, point: P) -> StepRun:
+        """Return the run of a candidate with layouts left as they are."""
+        left = self.as_laid_out
+        assert left is not None
+        run, place = self._run_of(left), next(i for i, each in enumerate(left.points) if each is point)
+        for needed in (0, place):  # what is enough of others is known by the first
+            left.needed_bytes(needed, run)
+        return left.runs[place]

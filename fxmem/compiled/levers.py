@@ -29,7 +29,7 @@ NOTE [Local buffers under tiles]
 
 Inductor's C++ runs loops over the same rows as one, and hands on what only they read in a local buffer of one row. Up to
 torch 2.13 it does so too where that loop takes several rows at once (tiles, where one of them reads a transposed matrix):
-all read what was left of the last row (pytorch issue 185702). Here loops in tiles share no local buffer, as in torch 2.14.
+all read what was left of the last row. Here loops in tiles share no local buffer, as from torch 2.14 on.
 """
 
 from __future__ import annotations

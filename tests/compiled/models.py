@@ -1,4 +1,4 @@
-"""A small residual network with dropout, whose kernels compile in seconds."""
+"""A small residual network with dropout, and a function, whose kernels compile in seconds."""
 
 from __future__ import annotations
 
@@ -34,3 +34,10 @@ OPTIONS = {"cost": "cpu", "plan_seconds": 2.0, "backend": "inductor"}
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(64, 32), torch.randint(10, (64,))
+
+
+def transposed_and_summed(w: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """Return what needs a transposed matrix by rows twice: Inductor's loops over them are in tiles."""
+    a, b, c, d = others
+    x = (w.T * a + b) * c + d * a
+    return x * 64 - x.sum(-1, keepdim=True) - a * (x * a).sum(-1, keepdim=True)

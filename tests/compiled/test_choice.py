@@ -213,16 +213,18 @@ def test_what_is_not_timed_is_taken_to_cost_a_twentieth() -> None:
 
 
 def test_a_plan_whose_code_loses_writes_is_lowered_with_layouts_left() -> None:
-    """Where there is another layout; else the code is what it is, and that is told."""
-    both = choices(1.0, 1.0)
+    """Once. Where there is another layout; else the code is what it is, and that is told."""
+    both, lowered = choices(1.0, 1.0), []
 
     def run(point: FrontierPoint, layouts_left: bool, enough_bytes: float) -> StepRun:
+        lowered.append((point, layouts_left))
         return replace(both.run(point, layouts_left, enough_bytes), loses_writes=not layouts_left)
 
     taken = replace(both, run=run).cheapest_within(float("inf"))
     assert taken is not None
     assert not taken.run.loses_writes
     assert taken.levers.layouts_left
+    assert len(set(lowered)) == len(lowered) == 2
     alone = replace(choices(1.0, 1.0), as_laid_out=None, run=run).cheapest_within(float("inf"))
     assert alone is not None
     assert alone.run.loses_writes

@@ -14,8 +14,7 @@ from torch import nn
 
 import fxmem
 from fxmem.compiled.wrapper import Wrapper
-from tests.compiled.models import OPTIONS
-from tests.compiled.test_lower import transposed_and_summed
+from tests.compiled.models import OPTIONS, transposed_and_summed
 
 KERNELS = """
 scatter_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from torch._inductor import graph as inductor_graph
 
 from fxmem.compiled import levers, lower
 from fxmem.errors import InfeasibleBudgetError
+from fxmem.fake.attention import torch_release
 from fxmem.torch_private import FakeTensorMode
+from tests.compiled.models import transposed_and_summed
 from tests.compiled.seat import in_the_seat
 
 
@@ -41,17 +44,28 @@ def test_custom_partitioner_fn_is_called_with_the_joint_graph_after_inductors_ow
     assert "tangents_1" in targets
 
 
-def test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_compiled() -> None:
+def lowered(function: Callable[..., Any], *args: Any, pulled: Any = contextlib.nullcontext) -> lower.Wrapper:
+    """Return the wrapper of the forward of ``function``, made in the context that ``pulled()`` returns."""
     wrappers: list[lower.Wrapper] = []
 
     def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
         forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
-        wrappers.append(lower.lowered_forward(forward, num_outputs))
+        with pulled():
+            wrappers.append(lower.lowered_forward(forward, num_outputs))
 
-    in_the_seat(look, nn.Linear(8, 8), torch.randn(4, 8))
+    in_the_seat(look, function, *args)
+    return wrappers[0]
+
+
+def pulled_or_not(pulled: bool) -> Any:
+    return functools.partial(levers.Levers().pulled, is_backward=False) if pulled else contextlib.nullcontext
+
+
+def test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_compiled() -> None:
+    wrapper = lowered(nn.Linear(8, 8), torch.randn(4, 8))
     calls: list[Any] = []
     with FakeTensorMode():
-        outputs = lower.function_of(wrappers[0], lambda *call: calls.append(call))(
+        outputs = lower.function_of(wrapper, lambda *call: calls.append(call))(
             [torch.empty(8, 8), torch.empty(8), torch.empty(4, 8)]
         )
     assert tuple(outputs[0].shape) == (4, 8)
@@ -60,68 +74,39 @@ def test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_comp
 
 @pytest.mark.parametrize(("tight", "num_kernels"), [(False, 1), (True, 2)])
 def test_what_reads_the_same_is_one_kernel_unless_a_backward_is_tight(tight: bool, num_kernels: int) -> None:
+    pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
+    x = torch.randn(64, 64, requires_grad=True)
+    wrapper = lowered(lambda x: (x.sin() @ x.detach(), x.tanh()), x, pulled=pulled)
     calls: list[Any] = []
-
-    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
-        forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
-        with levers.Levers(tight_backward=tight).pulled(is_backward=True):
-            wrapper = lower.lowered_forward(forward, num_outputs)
-        with FakeTensorMode():
-            lower.function_of(wrapper, lambda *call: calls.append(call))([torch.empty(64, 64)])
-
-    in_the_seat(look, lambda x: (x.sin() @ x.detach(), x.tanh()), torch.randn(64, 64, requires_grad=True))
+    with FakeTensorMode():
+        lower.function_of(wrapper, lambda *call: calls.append(call))([torch.empty(64, 64)])
     assert len(calls) == num_kernels
 
 
 @pytest.mark.parametrize("tight", [False, True])
 def test_a_buffer_is_held_for_a_later_one_unless_a_backward_is_tight(tight: bool) -> None:
-    sources: list[str] = []
-
-    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
-        forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
-        with levers.Levers(tight_backward=tight).pulled(is_backward=True):
-            sources.append(lower.lowered_forward(forward, num_outputs).source)
-
-    in_the_seat(look, lambda x: (x @ x.detach()) @ x.detach() @ x.detach(), torch.randn(64, 64, requires_grad=True))
-    assert ("# reuse" in sources[0]) is not tight
-
-
-def transposed_and_summed(w: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """Return what needs a transposed matrix by rows twice: Inductor's loops over them are in tiles."""
-    a, b, c, d = others
-    x = (w.T * a + b) * c + d * a
-    return x * 64 - x.sum(-1, keepdim=True) - a * (x * a).sum(-1, keepdim=True)
+    pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
+    x = torch.randn(64, 64, requires_grad=True)
+    wrapper = lowered(lambda x: (x @ x.detach()) @ x.detach() @ x.detach(), x, pulled=pulled)
+    assert ("# reuse" in wrapper.source) is not tight
 
 
 @pytest.mark.parametrize("pulled", [False, True])
 def test_check_outer_fusion_loop_level_attr_decides_whether_tiles_share_a_local_buffer(pulled: bool) -> None:
-    sources: list[str] = []
-
-    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
-        forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
-        with levers.Levers().pulled(is_backward=False) if pulled else contextlib.nullcontext():
-            sources.append(lower.lowered_forward(forward, num_outputs).source)
-
-    in_the_seat(look, transposed_and_summed, *(torch.randn(64, 64, requires_grad=i == 0) for i in range(5)))
-    assert ("local_buffer_data" in sources[0]) is (not pulled and torch.__version__ < "2.14")
+    inputs = (torch.randn(64, 64, requires_grad=i == 0) for i in range(5))
+    wrapper = lowered(transposed_and_summed, *inputs, pulled=pulled_or_not(pulled))
+    assert ("local_buffer_data" in wrapper.source) is (not pulled and torch_release() < (2, 14))
 
 
 @pytest.mark.parametrize("pulled", [False, True])
 def test_find_nodes_prefer_channels_last_decides_whether_an_inputs_copy_is_saved(pulled: bool) -> None:
-    saved: list[bool] = []
-
-    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
-        forward, _ = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
-        with levers.Levers().pulled(is_backward=False) if pulled else contextlib.nullcontext():
-            wrapper = lower.lowered_forward(forward, num_outputs)
-        with FakeTensorMode():
-            inputs = [torch.empty(n.meta["val"].shape) for n in forward.graph.find_nodes(op="placeholder")]
-            outputs = lower.function_of(wrapper, lambda *call: None)(list(inputs))
-        saved.extend(any(out is given for out in outputs) for given in inputs)
-
-    model = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2)))
-    in_the_seat(look, model, torch.randn(2, 8, 16, 16))
-    assert saved == [pulled] * 3
+    model, x = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2))), torch.randn(2, 8, 16, 16)
+    wrapper = lowered(model, x, pulled=pulled_or_not(pulled))
+    first, second = model.parameters()
+    with FakeTensorMode():
+        inputs = [torch.empty(each.shape) for each in (first, x, second)]  # in the order in which they are read
+        outputs = lower.function_of(wrapper, lambda *call: None)(list(inputs))
+    assert [any(out is given for out in outputs) for given in inputs] == [pulled] * 3
 
 
 def test_a_triton_kernel_tells_which_arguments_it_changes() -> None:
