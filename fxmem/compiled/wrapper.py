@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 _KERNEL = re.compile(
     r"^(\w+) = async_compile\.cpp_pybinding\(.*?\bkernel\(([^)]*)\)(.*?)^'''\)", re.MULTILINE | re.DOTALL
 )
 """A C++ kernel: its name, its parameters, and its body."""
 _BUFFER = re.compile(r"\bbuf\d+\b")
+_REUSE = re.compile(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b.*; del \2")
+"""A buffer that takes over the memory of another, whose name goes."""
+_OUT = re.compile(r"\bout=(?:reinterpret_tensor\()?buf\d+")
 _NOT_READING = ("del ", "assert_")
 
 
@@ -31,15 +34,29 @@ class Wrapper:
         object.__setattr__(self, "loses_writes", bool(self._added_to_and_unread()))
 
     def _added_to_and_unread(self) -> set[str]:
-        scattering = {name: _added_to(parameters, body) for name, parameters, body in _KERNEL.findall(self.source)}
-        unread = set[str]()
+        kernels = {name: _Kernel.of(parameters, body) for name, parameters, body in _KERNEL.findall(self.source)}
+        unread, taken_over, lost = set[str](), set[str](), set[str]()
         for code in self._calls():
+            if code.startswith(_NOT_READING):
+                continue
+            if (reuse := _REUSE.fullmatch(code)) is not None:
+                new, old = reuse.groups()
+                if old in unread | taken_over:
+                    unread.discard(old)
+                    taken_over.add(new)  # unread until what it is passed to tells whether it is written over or read
+                continue
             name, _, given = code.partition("(")
-            if not code.startswith(_NOT_READING):
-                unread.difference_update(_BUFFER.findall(code))
-            args = given.rstrip(")").split(", ")
-            unread |= {args[place] for place in scattering.get(name, ()) if _BUFFER.fullmatch(args[place])}
-        return unread
+            args, kernel = given.rstrip(")").split(", "), kernels.get(name)
+            if kernel is None or len(args) != len(kernel.reads):
+                kernel, read = None, set(_BUFFER.findall(_OUT.sub("", code)))
+            else:
+                read = {arg for arg, reads in zip(args, kernel.reads, strict=True) if reads}
+            lost |= taken_over & set(_BUFFER.findall(code)) - read
+            taken_over.difference_update(_BUFFER.findall(code))
+            unread -= read
+            if kernel is not None:
+                unread |= {args[place] for place in kernel.adds if _BUFFER.fullmatch(args[place])}
+        return unread | taken_over | lost
 
     def _calls(self) -> Iterator[str]:
         """Yield the lines of the code that runs a graph, without comments."""
@@ -47,13 +64,20 @@ class Wrapper:
             yield line.partition("#")[0].strip()
 
 
-def _added_to(parameters: str, body: str) -> list[int]:
-    """Return the places of a kernel's parameters that it adds to and does not read."""
-    names = [each.split()[-1] for each in parameters.split(",")]
-    adds = (rf"\b{name}\[[^\n]*\] \+= |\batomic_add\w*\(&{name}\b" for name in names)
-    reads = (rf"= {name}\[|\bloadu\({name}\b" for name in names)
-    return [
-        place
-        for place, (add, read) in enumerate(zip(adds, reads, strict=True))
-        if re.search(add, body) and not re.search(read, body)
-    ]
+class _Kernel(NamedTuple):
+    reads: tuple[bool, ...]
+    """By place: whether it reads what is in this argument when it is called."""
+    adds: tuple[int, ...]
+    """The places of those that it adds to and does not read afterwards."""
+
+    @staticmethod
+    def of(parameters: str, body: str) -> _Kernel:
+        names = [each.split()[-1] for each in parameters.split(",")]
+        adds = (place for place, name in enumerate(names) if _adds_last(name, body))
+        return _Kernel(tuple(name.startswith("in_") for name in names), tuple(adds))
+
+
+def _adds_last(name: str, body: str) -> bool:
+    """True if a kernel adds to a parameter, and does not read it after that."""
+    added = list(re.finditer(rf"\b{name}\[[^\n]*\] \+= |\batomic_add\w*\(&{name}\b", body))
+    return bool(added) and not re.search(rf"= {name}\[|\bloadu\({name}\b", body[added[-1].end() :])

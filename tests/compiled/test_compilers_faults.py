@@ -32,10 +32,28 @@ extern "C"  void  kernel(const float* in_ptr0, float* out_ptr0)
 }
 ''')
 
+add_2 = async_compile.cpp_pybinding(['float*', 'const float*'], r'''
+extern "C"  void  kernel(float* in_out_ptr0, const float* in_ptr0)
+{
+    in_out_ptr0[static_cast<int64_t>(x0)] = in_out_ptr0[static_cast<int64_t>(x0)] + in_ptr0[static_cast<int64_t>(x0)];
+}
+''')
+
+read_and_scatter_3 = async_compile.cpp_pybinding(['const float*', 'float*', 'float*'], r'''
+extern "C"  void  kernel(const float* in_ptr0, float* out_ptr0, float* out_ptr1)
+{
+    auto tmp0 = out_ptr0[static_cast<int64_t>(x0)];
+    out_ptr1[static_cast<int64_t>(x0)] = tmp0;
+    out_ptr0[static_cast<int64_t>(x0)] += in_ptr0[static_cast<int64_t>(x0)];
+}
+''')
+
     def call(self, args):
         buf0 = empty_strided_cpu((4, ), (1, ), torch.float32)
 """
 SCATTER, COPY = "        scatter_0(primals_1, buf0)\n", "        copy_1(buf0, buf1)\n"
+REUSE = "        buf2 = reinterpret_tensor(buf0, (2, 2), (2, 1), 0); del buf0  # reuse\n"
+RETURN = "        return (buf1, buf2, )\n"
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +77,12 @@ def _compiled_anew_on_one_thread() -> Iterator[None]:
             False,
         ),
         (COPY + "        return (buf1, )\n", False),
+        (COPY + SCATTER + REUSE + "        extern_kernels.mm(primals_1, primals_2, out=buf2)\n" + RETURN, True),
+        (COPY + SCATTER + REUSE + "        extern_kernels.mm(buf2, primals_2, out=buf3)\n" + RETURN, False),
+        (COPY + SCATTER + REUSE + "        copy_1(primals_1, buf2)\n" + RETURN, True),
+        (COPY + SCATTER + REUSE + "        add_2(buf2, primals_1)\n" + RETURN, False),
+        (SCATTER + COPY + REUSE + "        copy_1(primals_1, buf2)\n" + RETURN, False),
+        ("        read_and_scatter_3(primals_1, buf0, buf1)\n        return (buf1, )\n", True),
     ],
 )
 def test_what_is_added_to_a_buffer_and_not_read_is_lost(calls: str, loses: bool) -> None:
