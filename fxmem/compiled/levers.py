@@ -22,8 +22,8 @@ NOTE [Scatters before convolutions]
 
 Where a convolution asks for channels last, Inductor on one CPU thread (torch 2.13; with more it leaves a scatter to the op)
 may run what reads a gradient that is scattered, as that of a nearest upsampling, before the scatter: the gradients of all
-that lies before are zeros or what was in memory. Its code then writes a buffer that nothing reads. Such a plan is lowered
-with convolutions laid out as they are.
+that lies before are zeros or what was in memory. Its code then writes a buffer that nothing reads, and whose memory
+another may take over. Such a plan is lowered with convolutions laid out as they are.
 
 NOTE [Local buffers under tiles]
 
