@@ -8,10 +8,7 @@ truer and some four times smaller. Which these are is Inductor's choice, and tol
 2. A reduction writes memory.
 3. Outputs of the graph are memory.
 4. A pointwise value is memory where many read it, or where it is computed from more buffers than
-   ``realize_reads_threshold``. In the backward Inductor's rule is followed to the letter, as sums of many gradients keep
-   all of these there: a value is written that several read and that is computed from more than :data:`MOST_READS`
-   buffers, small ones too, or one from more than :data:`MOST_READS_AT_ONCE`. What may be computed again counts as what
-   it is computed from.
+   ``realize_reads_threshold``.
 5. A mask of a dropout may be memory: as it is drawn slowly and takes a byte each, keeping it is a choice of its own.
 
 What is not modelled: which kernels are merged, and the order that Inductor runs them in. The profile is to find plans with;
@@ -27,23 +24,13 @@ from torch import fx
 
 from fxmem.capture.graph import source_of
 from fxmem.compiled.joint import JointGraph, is_tangent, is_tuple, is_view, nbytes_of, why_not_again
-from fxmem.compiled.op_kinds import (
-    is_generated,
-    is_mask,
-    is_pointwise,
-    is_sum_of_product,
-    readers_of,
-    seconds_of,
-    work_of,
-)
+from fxmem.compiled.op_kinds import is_generated, is_mask, is_pointwise, readers_of, seconds_of, work_of
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import GraphProfile, NodeProfile, Phase, Recipe, StaticBytes, Storage, Tick
 from fxmem.profiling.roofline import Hardware
 
 MOST_READS = 4
 """Inductor's ``realize_reads_threshold``: so many buffers may a value be computed from, and so many may read it."""
-MOST_READS_AT_ONCE = 12
-"""Inductor's ``realize_cpu_acc_reads_threshold``: so many where a single op reads it."""
 SMALL_BYTES = 4096
 """Values up to this size are not counted among these buffers: biases, scales, statistics."""
 
@@ -126,16 +113,12 @@ def _in_memory(node: fx.Node, reads: tuple[fx.Node, ...], inside: set[fx.Node]) 
         return False
     if not is_pointwise(node) or why_not_again(node) or is_mask(node):
         return True
-    if _is_read_by_an_op(node):
+    readers = readers_of(node)
+    if any(reader.op == "call_function" and not is_generated(reader) for reader in readers):
         return True
     num_readers = sum(user in inside and not is_view(user) for user in node.users)
     num_buffers = sum(nbytes_of(read) > SMALL_BYTES for read in reads)
     return num_readers > MOST_READS or num_buffers >= MOST_READS
-
-
-def _is_read_by_an_op(node: fx.Node) -> bool:
-    """True where an op reads it that is no generated code."""
-    return any(reader.op == "call_function" and not is_generated(reader) for reader in readers_of(node))
 
 
 # -- the profile -----------------------------------------------------------------------------------------------------------
@@ -244,19 +227,16 @@ def _backward_bytes(kernels: Kernels) -> tuple[list[int], list[int]]:
     """Return, by place in the backward, the bytes of values in memory that it makes and that go after it."""
     joint = kernels.joint
     place = {node: i for i, node in enumerate(joint.backward)}
-    buffers = _buffers_before(kernels)
+    inside = set(joint.backward)
     bases: dict[fx.Node, tuple[fx.Node, ...]] = {}
     end = len(joint.backward)
     last: dict[fx.Node, int] = {}
-    for node in joint.backward:
-        read, buffers[node] = _united(bases, node), _united(buffers, node)
+    for node, needs in zip(joint.backward, kernels.needs, strict=True):
+        read = _united(bases, node)
         last.update(dict.fromkeys(read, place[node]))
         is_output = any(reader.op == "output" for reader in readers_of(node))
-        is_written = not is_view(node) and (is_output or _is_written(node, len(buffers[node])))
-        if is_written and not is_tuple(node):
-            bases[node] = buffers[node] = (node,)
-        else:
-            bases[node] = read
+        in_memory = not is_view(node) and (is_output or _in_memory(node, (*needs, *read), inside))
+        bases[node] = (node,) if in_memory and not is_tuple(node) else read
     for gradient in joint.gradients:
         if isinstance(gradient, fx.Node):
             last.update(dict.fromkeys(bases.get(gradient, ()), end))
@@ -266,26 +246,3 @@ def _backward_bytes(kernels: Kernels) -> tuple[list[int], list[int]]:
             made[place[node]] += nbytes_of(node)
             freed[last.get(node, place[node])] += nbytes_of(node)
     return made, freed
-
-
-def _buffers_before(kernels: Kernels) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """Return the buffers that inputs and nodes before the backward are, or are computed from where they are again."""
-    buffers: dict[fx.Node, tuple[fx.Node, ...]] = {node: (node,) for node in kernels.joint.inputs}
-    for node in kernels.joint.before_backward():
-        read = _united(buffers, node)
-        num_readers = sum(is_generated(reader) for reader in readers_of(node))
-        is_fused = is_pointwise(node) and not why_not_again(node) and not _is_much(len(read), num_readers)
-        buffers[node] = read if is_fused or kernels.sources.get(node) != (node,) else (node,)
-    return buffers
-
-
-def _is_written(node: fx.Node, num_buffers: int) -> bool:
-    """True for a node of the backward that Inductor writes to memory, by its own rule."""
-    if not is_pointwise(node) or why_not_again(node) or is_sum_of_product(node) or _is_read_by_an_op(node):
-        return True
-    return _is_much(num_buffers, len(node.users))
-
-
-def _is_much(num_buffers: int, num_readers: int) -> bool:
-    """True where Inductor writes a value rather than have each reader compute it from so many buffers."""
-    return num_buffers > (MOST_READS if num_readers > 1 else MOST_READS_AT_ONCE)
