@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,17 +46,11 @@ class Wrapper:
                     unread.discard(old)
                     taken_over.add(new)  # unread until what it is passed to tells whether it is written over or read
                 continue
-            name, _, given = code.partition("(")
-            args, kernel = given.rstrip(")").split(", "), kernels.get(name)
-            if kernel is None or len(args) != len(kernel.reads):
-                kernel, read = None, set(_BUFFER.findall(_OUT.sub("", code)))
-            else:
-                read = {arg for arg, reads in zip(args, kernel.reads, strict=True) if reads}
-            lost |= taken_over & set(_BUFFER.findall(code)) - read
-            taken_over.difference_update(_BUFFER.findall(code))
-            unread -= read
-            if kernel is not None:
-                unread |= {args[place] for place in kernel.adds if _BUFFER.fullmatch(args[place])}
+            read, added = _read_and_added(code, kernels)
+            named = set(_BUFFER.findall(code))
+            lost |= taken_over & named - read
+            taken_over -= named
+            unread = unread - read | added
         return unread | taken_over | lost
 
     def _calls(self) -> Iterator[str]:
@@ -75,6 +70,17 @@ class _Kernel(NamedTuple):
         names = [each.split()[-1] for each in parameters.split(",")]
         adds = (place for place, name in enumerate(names) if _adds_last(name, body))
         return _Kernel(tuple(name.startswith("in_") for name in names), tuple(adds))
+
+
+def _read_and_added(code: str, kernels: Mapping[str, _Kernel]) -> tuple[set[str], set[str]]:
+    """Return the buffers that a line reads, and those that it adds to without reading them afterwards."""
+    kernel = kernels.get(code.partition("(")[0])
+    if kernel is None:
+        return set(_BUFFER.findall(_OUT.sub("", code))), set()
+    call: Any = ast.parse(code, mode="eval").body
+    buffers = [_BUFFER.findall(ast.unparse(arg)) for arg in call.args]
+    read = {name for names, reads in zip(buffers, kernel.reads, strict=True) if reads for name in names}
+    return read, {name for place in kernel.adds for name in buffers[place]}
 
 
 def _adds_last(name: str, body: str) -> bool:

@@ -80,6 +80,7 @@ def _compiled_anew_on_one_thread() -> Iterator[None]:
         (COPY + SCATTER + REUSE + "        extern_kernels.mm(primals_1, primals_2, out=buf2)\n" + RETURN, True),
         (COPY + SCATTER + REUSE + "        extern_kernels.mm(buf2, primals_2, out=buf3)\n" + RETURN, False),
         (COPY + SCATTER + REUSE + "        copy_1(primals_1, buf2)\n" + RETURN, True),
+        (COPY + "        scatter_0(reinterpret_tensor(primals_1, (4, ), (1, ), 0), buf0)\n" + RETURN, True),
         (COPY + SCATTER + REUSE + "        add_2(buf2, primals_1)\n" + RETURN, False),
         (SCATTER + COPY + REUSE + "        copy_1(primals_1, buf2)\n" + RETURN, False),
         ("        read_and_scatter_3(primals_1, buf0, buf1)\n        return (buf1, )\n", True),
