@@ -7,9 +7,10 @@ NOTE [Tight backwards]
 Inductor fuses kernels that read the same, up to 64 apart in its order (horizontal fusion). Where what is recomputed for
 two layers reads one mask, both are made at once, and one is there long before it is read. Fused vertically only, with what
 reads their results, the backward's kernels take less there, in as much time, and more elsewhere. Inductor also holds a
-buffer that a later one can take over, for layers on end, where it guesses that the peak is elsewhere. A tight backward does
-neither. Where code takes much more than planned it is tried too (:func:`fxmem.compiled.fakerun.least_of`), and of the
-deepest plan always.
+buffer that a later one can take over, for layers on end, where it guesses that the peak is elsewhere. And its C++ puts all
+kernels between two other ops into one function, whose buffers are all there at once. A tight backward does none of these.
+Where code takes much more than planned it is tried too (:func:`fxmem.compiled.step_run.least_of`), and of the deepest plan
+always.
 
 NOTE [What convolutions read]
 
@@ -41,7 +42,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 from torch._inductor import config as inductor_config
-from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
+from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
@@ -56,17 +57,19 @@ class Levers(NamedTuple):
     """How a graph is compiled beside its plan."""
 
     layouts_left: bool = False  # convolutions are laid out as they are
-    tight_backward: bool = False  # no kernels are fused because they read the same, no buffer is held for a later one
+    tight_backward: bool = False  # kernels are not made one that read the same or follow each other, no buffer is held
 
     @contextlib.contextmanager
     def pulled(self, *, is_backward: bool) -> Iterator[None]:
         """Have Inductor compile the forward or the backward so in the body."""
         settings: dict[str, Any] = {"layout_optimization": False} if self.layouts_left else {}
+        apart: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.tight_backward and is_backward:
             settings |= {"score_fusion_memory_threshold": sys.maxsize, "allow_buffer_reuse": False}
+            apart = replaced_here(CppScheduling, "_get_scheduled_num_args", _full_with_one)
         laid_out = replaced_here(GraphLowering, "find_nodes_prefer_channels_last", _laid_out_at_once)
         fused = replaced_here(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _run_as_one)
-        with inductor_config.patch(settings), laid_out, fused:
+        with inductor_config.patch(settings), laid_out, fused, apart:
             yield
 
 
@@ -91,6 +94,14 @@ def _run_as_one(
     """Stands for ``OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr`` (NOTE [Local buffers under tiles])."""
     in_tiles = any(loop.steps != 1 for kernel in kernels for loop in kernel.loop_nest.loops[:depth])
     return not (in_tiles and V.local_buffer_context.local_buffers) and check(self, kernels, depth)
+
+
+def _full_with_one(
+    self: CppScheduling, count: Callable[[CppScheduling], int] = CppScheduling._get_scheduled_num_args
+) -> int:
+    """Stands for ``CppScheduling._get_scheduled_num_args``: no further kernel joins a function that has too many arguments
+    (NOTE [Tight backwards])."""
+    return sys.maxsize if count(self) else 0
 
 
 def lays_out(graph_module: fx.GraphModule) -> bool:

@@ -36,6 +36,7 @@ from fxmem.compiled.levers import Levers
 from fxmem.compiled.wrapper import Wrapper
 from fxmem.disk_cache import digest
 from fxmem.errors import CaptureError, FxMemError, first_lines
+from fxmem.progress import collected_afterwards
 from fxmem.torch_patches.replacing import replaced_here
 from fxmem.torch_private import FakeTensor
 
@@ -45,7 +46,8 @@ Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.Graph
 
 def _in_keys() -> str:
     """Return what stands for the partitioner in keys of Inductor's cache, which lack what a backward may write over."""
-    return f"fxmem, inputs saved as they are, no local buffers under tiles, donated: {functorch_config.donated_buffer}"
+    settings = "inputs saved as they are, no local buffers under tiles, kernels of tight backwards apart"
+    return f"fxmem, {settings}, donated: {functorch_config.donated_buffer}"
 
 
 class Partitioner(CustomPartitionerFn):
@@ -219,7 +221,7 @@ def _lowered(graph_module: fx.GraphModule, num_visible: int | None, num_fixed: i
     ]
     inputs = [n.meta["val"] for n in graph_module.graph.find_nodes(op="placeholder")]
     wrappers: list[Wrapper] = []
-    with _codes_kept(wrappers), own_context(inputs):
+    with _codes_kept(wrappers), own_context(inputs), collected_afterwards():
         compile_fx_inner(graph_module, inputs, static_input_idxs=tuple(range(num_fixed)), is_backward=is_backward)
     return wrappers[-1]
 
@@ -234,7 +236,11 @@ def own_context(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[obje
 
 @contextlib.contextmanager
 def _codes_kept(wrappers: list[Wrapper]) -> Iterator[None]:
-    """Keep the code of each graph that is lowered in the body; nothing of it is compiled or loaded."""
+    """Keep the code of each graph that is lowered in the body; nothing of it is compiled or loaded.
+
+    Inductor does not look where cudagraphs would begin and end, which takes a seventh of the time and changes nothing: they
+    are refused (:mod:`fxmem.compiled.refusals`).
+    """
 
     def keep(graph: Any) -> Any:
         code, _ = graph.codegen()
@@ -244,7 +250,7 @@ def _codes_kept(wrappers: list[Wrapper]) -> Iterator[None]:
     with (
         replaced_here(inductor_graph.GraphLowering, "compile_to_module", keep),
         replaced_here(CppScheduling, "codegen_node", _scalar_code),
-        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, graph_partition=False),
     ):
         yield
 

@@ -83,6 +83,17 @@ def test_what_reads_the_same_is_one_kernel_unless_a_backward_is_tight(tight: boo
     assert len(calls) == num_kernels
 
 
+@pytest.mark.parametrize(("tight", "num_kernels"), [(False, 1), (True, 2)])
+def test_get_scheduled_num_args_decides_whether_kernels_on_end_are_one_function(tight: bool, num_kernels: int) -> None:
+    pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
+    inputs = (torch.randn(64, width, requires_grad=True) for width in (64, 48))
+    wrapper = lowered(lambda x, y: (x.sin(), y.tanh()), *inputs, pulled=pulled)
+    calls: list[Any] = []
+    with FakeTensorMode():
+        lower.function_of(wrapper, lambda *call: calls.append(call))([torch.empty(64, 64), torch.empty(64, 48)])
+    assert len(calls) == num_kernels
+
+
 @pytest.mark.parametrize("tight", [False, True])
 def test_a_buffer_is_held_for_a_later_one_unless_a_backward_is_tight(tight: bool) -> None:
     pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
