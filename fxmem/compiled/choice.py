@@ -18,12 +18,13 @@ NOTE [Monotone budgets]
 NOTE [Layouts]
 
 Inductor copies the weights of convolutions to channels last, many of them as soon as the forward begins. On the CPU a
-convolution lays out what it is given by itself, so the copies may be spared. In GoogLeNet that costs time, in ResNet-18 it
-saves a quarter of a step (``benchmarks/results/compare_cpu.json``): so convolutions and copies from one layout to another
-are timed, of both codes that keep all. A gain below :data:`LAYOUT_SHARE` of a step is none: the numbers would be others for
-nothing. A budget takes the cheaper of what fits with layouts as Inductor has them and of what fits with layouts as they
-are. Less memory never costs less time in either, nor in the cheaper of both. On CUDA the layout decides which kernels run:
-there it is left alone.
+convolution lays out what it is given by itself, so the copies may be spared. In GoogLeNet that costs time, in ResNet-18
+it saves a quarter of a step (``benchmarks/results/compare_cpu.json``): so convolutions and copies from one layout to
+another are timed, of both codes that keep all. A gain below :data:`LAYOUT_SHARE` of a step is none: the numbers would be
+others for nothing. A budget takes the cheaper of what fits with layouts as Inductor has them and of what fits with
+layouts as they are. The latter are looked for first: the planner guesses better what they take, and of the others those
+that cost more need not be lowered. Less memory never costs less time in either, nor in the cheaper of both. On CUDA the
+layout decides which kernels run: there it is left alone.
 """
 
 from __future__ import annotations
@@ -99,20 +100,29 @@ class Candidates(Generic[P]):
         """Where in ``points`` those are that are no finer ones."""
         return sorted({*range(0, len(self.points), FINER), len(self.points) - 1})
 
-    def cheapest_within(self, budget_bytes: float, run: Run[P]) -> int | None:
-        """Return the place of the candidate to take (NOTE [Monotone budgets]); None if none fits."""
+    def cheapest_within(self, budget_bytes: float, run: Run[P], most_seconds: float = math.inf) -> int | None:
+        """Return the place of the candidate to take (NOTE [Monotone budgets]); None if none fits. Those that cost more than
+        ``most_seconds``, and the finer ones before them too, need not be found."""
         if self.needed_bytes(0, run) > budget_bytes and self.runs[0].floor_bytes > budget_bytes:
             return None
-        place = next((i for i in self.places if self._fits(i, budget_bytes, run)), None)
-        if place is None:
-            return None
-        return next((i for i in self._finer(place) if self._fits(i, budget_bytes, run)), place)
+        most_seconds += self.points[0].recompute_seconds
+        for place in self.places:
+            first = self._after_the_one_before(place)
+            if self.points[first].recompute_seconds > most_seconds:
+                return None
+            if self._fits(place, budget_bytes, run):
+                return next((i for i in self._finer(place) if self._fits(i, budget_bytes, run)), place)
+        return None
+
+    def _after_the_one_before(self, place: int) -> int:
+        """Return the place of the first finer candidate before that at ``place``; itself where there is none."""
+        return max((i for i in self.places if i < place), default=-1) + 1
 
     def _finer(self, place: int) -> Iterator[int]:
         """Yield the places of finer candidates before that at ``place``, as far as they gain."""
-        before = max((i for i in self.places if i < place), default=-1)
         most_seconds = self.points[place].recompute_seconds - GAIN * self.runs[0].seconds
-        return (i for i in range(before + 1, place) if self.points[i].recompute_seconds <= most_seconds)
+        finer = range(self._after_the_one_before(place), place)
+        return (i for i in finer if self.points[i].recompute_seconds <= most_seconds)
 
     def least_bytes(self, run: Run[P]) -> int:
         """Return the least budget that a candidate fits, or one at most :data:`NEAR` it."""
@@ -175,13 +185,15 @@ class Choices(Generic[P]):
 
     def cheapest_within(self, budget_bytes: float) -> Taken[P] | None:
         """Return what to take; None if nothing fits."""
-        usual = self._found_in(self.candidates, budget_bytes)
         if self.as_laid_out is None:
-            return usual
+            return self._found_in(self.candidates, budget_bytes)
+        usual = self._found_in(self.candidates, budget_bytes, self.layout_seconds)
         if usual is not None and self.overhead_seconds(usual) <= self.layout_seconds:
             return usual
-        found = [each for each in (usual, self._found_in(self.as_laid_out, budget_bytes)) if each is not None]
-        return min(found, key=self.overhead_ratio, default=None)
+        left = self._found_in(self.as_laid_out, budget_bytes)
+        most_seconds = math.inf if left is None else self.overhead_seconds(left)
+        usual = self._found_in(self.candidates, budget_bytes, most_seconds)
+        return min((each for each in (usual, left) if each is not None), key=self.overhead_ratio, default=None)
 
     def least_bytes(self) -> int:
         """Return the least budget that something fits, or one at most :data:`NEAR` it."""
@@ -229,8 +241,10 @@ class Choices(Generic[P]):
         """Return their share of the step that keeps all."""
         return self.overhead_seconds(taken) / self.keep_all.seconds if self.keep_all.seconds else 0.0
 
-    def _found_in(self, candidates: Candidates[P], budget_bytes: float) -> Taken[P] | None:
-        place = candidates.cheapest_within(budget_bytes, self._run_of(candidates))
+    def _found_in(
+        self, candidates: Candidates[P], budget_bytes: float, most_seconds: float = math.inf
+    ) -> Taken[P] | None:
+        place = candidates.cheapest_within(budget_bytes, self._run_of(candidates), most_seconds)
         if place is None:
             return None
         return Taken(place, candidates is self.as_laid_out, candidates.points[place], candidates.runs[place])

@@ -208,6 +208,50 @@ def test_layouts_are_left_where_convolutions_are_so_much_quicker_or_cost_less_th
     assert tried.overhead_ratio(free) <= tried.overhead_ratio(short) <= tried.overhead_ratio(shorter)
 
 
+@given(
+    st.lists(st.integers(1, 60), min_size=2, max_size=NUM_CANDIDATES),
+    st.lists(st.integers(1, 60), min_size=2, max_size=NUM_CANDIDATES),
+    st.integers(1, 60),
+    st.floats(0.0, 4.0),
+)
+def test_the_cheaper_of_both_layouts_is_taken_whatever_they_take(
+    usual: list[int], left: list[int], budget: int, left_seconds: float
+) -> None:
+    """Of both lists the first that fits; candidates cost a hundredth of a second more each."""
+    num = min(len(usual), len(left))
+    points = tuple(FrontierPoint(Plan("test", (i,)), 1000 - i, i / 100) for i in range(num))
+
+    def run(point: FrontierPoint, layouts_left: bool, _: float) -> StepRun:
+        peak = (left if layouts_left else usual)[point.plan.limits[0]]
+        return replace(run_of(peak), laid_out_seconds=0.5, measured_seconds=left_seconds if layouts_left else 2.0)
+
+    tried = Choices(Candidates(points), Candidates(points), run)
+    alone = [Candidates(points).cheapest_within(budget, lambda p, e, own=own: run(p, own, e)) for own in (False, True)]
+    more = (0.0, tried.layout_seconds)
+    costs = [points[place].recompute_seconds + more[i] for i, place in enumerate(alone) if place is not None]
+    taken = tried.cheapest_within(budget)
+    assert (taken is None) == (not costs)
+    if taken is not None:
+        assert tried.overhead_seconds(taken) == pytest.approx(min(costs))
+        assert taken.run.peak_bytes <= budget
+
+
+def test_usual_layouts_that_cost_more_than_others_that_fit_are_not_lowered() -> None:
+    """The planner guesses that those from place 5 on fit; none of them does. With layouts left the one at place 5 does."""
+    points = candidates(NUM_CANDIDATES).points
+    lowered: list[tuple[int, bool]] = []
+
+    def run(point: FrontierPoint, layouts_left: bool, _: float) -> StepRun:
+        place = point.plan.limits[0]
+        lowered.append((place, layouts_left))
+        return run_of(1000 - place if layouts_left or place == 0 else 999)
+
+    taken = Choices(Candidates(points), Candidates(points), run).cheapest_within(995)
+    assert taken is not None
+    assert taken.layouts_left
+    assert all(place <= 8 for place, _ in lowered)
+
+
 def test_what_is_not_timed_is_taken_to_cost_a_twentieth() -> None:
     assert choices(0.0, 0.0).layout_seconds == pytest.approx(0.05)
 
