@@ -124,10 +124,12 @@ class Candidates(Generic[P]):
         finer = range(self._after_the_one_before(place), place)
         return (i for i in finer if self.points[i].recompute_seconds <= most_seconds)
 
-    def least_bytes(self, run: Run[P]) -> int:
-        """Return the least budget that a candidate fits, or one at most :data:`NEAR` it."""
-        least = self.needed_bytes(0, run)
-        if least <= NEAR * self.runs[0].floor_bytes:
+    def least_bytes(self, run: Run[P], other_bytes: int | None = None) -> int:
+        """Return the least budget that a candidate fits, or one at most :data:`NEAR` it; ``other_bytes``, which something
+        else fits, where no candidate fits less."""
+        first = self.needed_bytes(0, run)
+        least = first if other_bytes is None else min(first, other_bytes)
+        if first <= NEAR * self.runs[0].floor_bytes:
             return least
         for place in reversed(self.places[1:]):
             if self._known_bytes(place) < least:
@@ -197,7 +199,9 @@ class Choices(Generic[P]):
 
     def least_bytes(self) -> int:
         """Return the least budget that something fits, or one at most :data:`NEAR` it."""
-        return min(each.least_bytes(self._run_of(each)) for each in self._each())
+        usual = self.candidates
+        left = None if self.as_laid_out is None else self.as_laid_out.least_bytes(self._run_of(self.as_laid_out))
+        return usual.least_bytes(self._run_of(usual), left)
 
     def costs(self) -> tuple[tuple[int, Taken[P]], ...]:
         """Return the budgets at which another candidate is taken, falling, each with what is: it, or a finer one. All

@@ -226,6 +226,9 @@ def test_the_cheaper_of_both_layouts_is_taken_whatever_they_take(
         return replace(run_of(peak), laid_out_seconds=0.5, measured_seconds=left_seconds if layouts_left else 2.0)
 
     tried = Choices(Candidates(points), Candidates(points), run)
+    assert tried.least_bytes() == min(
+        Candidates(points).least_bytes(lambda p, e, own=own: run(p, own, e)) for own in (False, True)
+    )
     alone = [Candidates(points).cheapest_within(budget, lambda p, e, own=own: run(p, own, e)) for own in (False, True)]
     more = (0.0, tried.layout_seconds)
     costs = [points[place].recompute_seconds + more[i] for i, place in enumerate(alone) if place is not None]
@@ -250,6 +253,19 @@ def test_usual_layouts_that_cost_more_than_others_that_fit_are_not_lowered() -> 
     assert taken is not None
     assert taken.layouts_left
     assert all(place <= 8 for place, _ in lowered)
+
+
+def test_usual_layouts_that_are_planned_to_take_more_than_others_reach_are_not_lowered() -> None:
+    points = candidates(NUM_CANDIDATES).points
+    lowered: list[tuple[int, bool]] = []
+
+    def run(point: FrontierPoint, layouts_left: bool, _: float) -> StepRun:
+        place = point.plan.limits[0]
+        lowered.append((place, layouts_left))
+        return run_of(1000 - place if layouts_left or place == 0 else 999)
+
+    assert Choices(Candidates(points), Candidates(points), run).least_bytes() == 1000 - (NUM_CANDIDATES - 1)
+    assert [place for place, layouts_left in lowered if not layouts_left] == [0, NUM_CANDIDATES - 1]
 
 
 def test_what_is_not_timed_is_taken_to_cost_a_twentieth() -> None:
