@@ -105,23 +105,22 @@ class Candidates(Generic[P]):
         ``most_seconds``, and the finer ones before them too, need not be found."""
         if self.needed_bytes(0, run) > budget_bytes and self.runs[0].floor_bytes > budget_bytes:
             return None
-        most_seconds += self.points[0].recompute_seconds
         for place in self.places:
-            first = self._after_the_one_before(place)
-            if self.points[first].recompute_seconds > most_seconds:
+            cheapest = self.points[self._first_finer(place)]
+            if cheapest.recompute_seconds - self.points[0].recompute_seconds > most_seconds:
                 return None
             if self._fits(place, budget_bytes, run):
                 return next((i for i in self._finer(place) if self._fits(i, budget_bytes, run)), place)
         return None
 
-    def _after_the_one_before(self, place: int) -> int:
+    def _first_finer(self, place: int) -> int:
         """Return the place of the first finer candidate before that at ``place``; itself where there is none."""
         return max((i for i in self.places if i < place), default=-1) + 1
 
     def _finer(self, place: int) -> Iterator[int]:
         """Yield the places of finer candidates before that at ``place``, as far as they gain."""
         most_seconds = self.points[place].recompute_seconds - GAIN * self.runs[0].seconds
-        finer = range(self._after_the_one_before(place), place)
+        finer = range(self._first_finer(place), place)
         return (i for i in finer if self.points[i].recompute_seconds <= most_seconds)
 
     def least_bytes(self, run: Run[P], other_bytes: int | None = None) -> int:

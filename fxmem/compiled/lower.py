@@ -238,8 +238,8 @@ def own_context(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[obje
 def _codes_kept(wrappers: list[Wrapper]) -> Iterator[None]:
     """Keep the code of each graph that is lowered in the body; nothing of it is compiled or loaded.
 
-    Inductor does not look where cudagraphs would begin and end, which takes a seventh of the time and changes nothing: they
-    are refused (:mod:`fxmem.compiled.refusals`).
+    Inductor does not look where cudagraphs would begin and end, which takes long and changes nothing: they are refused
+    (:mod:`fxmem.compiled.refusals`).
     """
 
     def keep(graph: Any) -> Any:

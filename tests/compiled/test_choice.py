@@ -235,12 +235,13 @@ def test_the_cheaper_of_both_layouts_is_taken_whatever_they_take(
     taken = tried.cheapest_within(budget)
     assert (taken is None) == (not costs)
     if taken is not None:
-        assert tried.overhead_seconds(taken) == pytest.approx(min(costs))
+        assert tried.overhead_seconds(taken) == min(costs)
         assert taken.run.peak_bytes <= budget
 
 
-def test_usual_layouts_that_cost_more_than_others_that_fit_are_not_lowered() -> None:
-    """The planner guesses that those from place 5 on fit; none of them does. With layouts left the one at place 5 does."""
+def taking_as_guessed_only_with_layouts_left() -> tuple[Choices, list[tuple[int, bool]]]:
+    """Return choices, and what was lowered of them: places, and whether with layouts left. With usual layouts no candidate
+    but the first takes what the planner guesses."""
     points = candidates(NUM_CANDIDATES).points
     lowered: list[tuple[int, bool]] = []
 
@@ -249,22 +250,21 @@ def test_usual_layouts_that_cost_more_than_others_that_fit_are_not_lowered() -> 
         lowered.append((place, layouts_left))
         return run_of(1000 - place if layouts_left or place == 0 else 999)
 
-    taken = Choices(Candidates(points), Candidates(points), run).cheapest_within(995)
+    return Choices(Candidates(points), Candidates(points), run), lowered
+
+
+def test_usual_layouts_that_cost_more_than_others_that_fit_are_not_lowered() -> None:
+    """With layouts left the candidate at place 5 fits, a finer one of that at 8."""
+    tried, lowered = taking_as_guessed_only_with_layouts_left()
+    taken = tried.cheapest_within(995)
     assert taken is not None
-    assert taken.layouts_left
-    assert all(place <= 8 for place, _ in lowered)
+    assert (taken.place, taken.layouts_left) == (5, True)
+    assert sorted(lowered) == [(0, False), (0, True), (5, True), (8, False), (8, True)]
 
 
 def test_usual_layouts_that_are_planned_to_take_more_than_others_reach_are_not_lowered() -> None:
-    points = candidates(NUM_CANDIDATES).points
-    lowered: list[tuple[int, bool]] = []
-
-    def run(point: FrontierPoint, layouts_left: bool, _: float) -> StepRun:
-        place = point.plan.limits[0]
-        lowered.append((place, layouts_left))
-        return run_of(1000 - place if layouts_left or place == 0 else 999)
-
-    assert Choices(Candidates(points), Candidates(points), run).least_bytes() == 1000 - (NUM_CANDIDATES - 1)
+    tried, lowered = taking_as_guessed_only_with_layouts_left()
+    assert tried.least_bytes() == 1000 - (NUM_CANDIDATES - 1)
     assert [place for place, layouts_left in lowered if not layouts_left] == [0, NUM_CANDIDATES - 1]
 
 

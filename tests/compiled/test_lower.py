@@ -72,26 +72,27 @@ def test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_comp
     assert calls == []
 
 
+def num_kernels_of(wrapper: lower.Wrapper, *inputs: torch.Tensor) -> int:
+    calls: list[Any] = []
+    with FakeTensorMode():
+        lower.function_of(wrapper, lambda *call: calls.append(call))([torch.empty(each.shape) for each in inputs])
+    return len(calls)
+
+
 @pytest.mark.parametrize(("tight", "num_kernels"), [(False, 1), (True, 2)])
 def test_what_reads_the_same_is_one_kernel_unless_a_backward_is_tight(tight: bool, num_kernels: int) -> None:
     pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
     x = torch.randn(64, 64, requires_grad=True)
     wrapper = lowered(lambda x: (x.sin() @ x.detach(), x.tanh()), x, pulled=pulled)
-    calls: list[Any] = []
-    with FakeTensorMode():
-        lower.function_of(wrapper, lambda *call: calls.append(call))([torch.empty(64, 64)])
-    assert len(calls) == num_kernels
+    assert num_kernels_of(wrapper, x) == num_kernels
 
 
 @pytest.mark.parametrize(("tight", "num_kernels"), [(False, 1), (True, 2)])
 def test_get_scheduled_num_args_decides_whether_kernels_on_end_are_one_function(tight: bool, num_kernels: int) -> None:
     pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
-    inputs = (torch.randn(64, width, requires_grad=True) for width in (64, 48))
+    inputs = [torch.randn(64, width, requires_grad=True) for width in (64, 48)]
     wrapper = lowered(lambda x, y: (x.sin(), y.tanh()), *inputs, pulled=pulled)
-    calls: list[Any] = []
-    with FakeTensorMode():
-        lower.function_of(wrapper, lambda *call: calls.append(call))([torch.empty(64, 64), torch.empty(64, 48)])
-    assert len(calls) == num_kernels
+    assert num_kernels_of(wrapper, *inputs) == num_kernels
 
 
 @pytest.mark.parametrize("tight", [False, True])
