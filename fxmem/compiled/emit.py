@@ -9,6 +9,8 @@ In: :class:`Kernels`, their profile, a :class:`Plan`. Out: the forward's and the
    again for the next one, which is nested recomputation.
 4. On the CPU a boolean that the backward reads is saved as ``uint8``, by way of ``float32``: as many bytes, and the same
    value. Of booleans Inductor's C++ writes one at a time, of such bytes a vector.
+5. A mask that is drawn again and stays is a byte for each element then too. Without :data:`_STRIDED`, whose input is memory
+   to Inductor, the random numbers are, four bytes each.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from torch import fx
 
 from fxmem.compiled.joint import JointGraph, outputs_of
 from fxmem.compiled.kernels import Kernels
-from fxmem.compiled.op_kinds import is_pointwise
+from fxmem.compiled.op_kinds import is_mask, is_pointwise
 from fxmem.ir import GraphProfile, Plan
 from fxmem.torch_private import without_modes
 
 Partitioned = tuple[fx.GraphModule, fx.GraphModule]
 Clones = dict[fx.Node, fx.Node]
 _CONVERT, _DIFFERS = torch.ops.prims.convert_element_type.default, torch.ops.aten.ne.Scalar
+_STRIDED = torch.ops.aten.as_strided.default
 
 
 def partition(kernels: Kernels, profile: GraphProfile, plan: Plan, static_inputs: Sequence[int] | None) -> Partitioned:
@@ -115,7 +118,10 @@ class _Writer:
                 node = self._values[product]
                 if node not in self._kept and node not in self._recomputed:
                     held = node is value or self._plan.limits[product] >= position
-                    (self._recomputed if held else passing)[node] = self._clone(node, passing)
+                    clone = self._clone(node, passing)
+                    (self._recomputed if held else passing)[node] = (
+                        self._in_bytes(clone) if held and is_mask(node) else clone
+                    )
 
     def _found(self, node: fx.Node, passing: Clones) -> fx.Node:
         """Return what stands for ``node`` in the backward; a value without memory is cloned where it is asked for first."""
@@ -143,16 +149,33 @@ class _Writer:
     def _saved_as_bytes(self, node: fx.Node) -> fx.Node:
         """Return what the backward reads for a boolean that the forward saves as a byte."""
         with self._graph.inserting_after(self._copies[node]):
-            number = self._converted(self._copies[node], _CONVERT, torch.float32)
+            number = self._converted(self._copies[node], torch.float32, "is_forward")
         with self._graph.inserting_after(number):
-            saved = self._converted(number, _CONVERT, torch.uint8)
-        read = self._converted(saved, _CONVERT, torch.float32, "is_backward")
-        return self._converted(read, _DIFFERS, 0, "is_backward")
+            saved = self._converted(number, torch.uint8, "is_forward")
+        return self._differs(self._converted(saved, torch.float32))
 
-    def _converted(self, node: fx.Node, op: Any, to: Any, part: str = "is_forward") -> fx.Node:
-        found = self._graph.call_function(op, (node, to))
+    def _in_bytes(self, mask: fx.Node) -> fx.Node:
+        """Return what reads a mask of the backward as bytes in memory."""
+        if not _is_slow(mask):
+            return self._strided(mask)
+        written = self._converted(self._converted(mask, torch.float32), torch.uint8)
+        return self._differs(self._converted(self._strided(written), torch.float32))
+
+    def _converted(self, node: fx.Node, to: torch.dtype, part: str = "is_backward") -> fx.Node:
+        return self._called(_CONVERT, node, to, part=part)
+
+    def _differs(self, node: fx.Node) -> fx.Node:
+        """Return whether elements are others than 0."""
+        return self._called(_DIFFERS, node, 0)
+
+    def _strided(self, node: fx.Node) -> fx.Node:
+        val = node.meta["val"]
+        return self._called(_STRIDED, node, list(val.shape), list(val.stride()))
+
+    def _called(self, op: Any, node: fx.Node, *args: Any, part: str = "is_backward") -> fx.Node:
+        found = self._graph.call_function(op, (node, *args))
         with without_modes():
-            found.meta = {**node.meta, "partitioner_tag": part, "val": op(node.meta["val"], to)}
+            found.meta = {**node.meta, "partitioner_tag": part, "val": op(node.meta["val"], *args)}
         return found
 
 

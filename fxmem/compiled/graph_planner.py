@@ -18,9 +18,10 @@ from fxmem.compiled import emit
 from fxmem.compiled.choice import Candidates, Choices, P, Taken
 from fxmem.compiled.fakerun import ALONE, LoweredGraph, run_step
 from fxmem.compiled.joint import JointGraph
-from fxmem.compiled.kernels import Kernels, profile_of
+from fxmem.compiled.kernels import Kernels
 from fxmem.compiled.levers import Levers, lays_out
 from fxmem.compiled.lower import own_context, signature_of, without_duplicates
+from fxmem.compiled.profile import profile_of
 from fxmem.compiled.report import CompiledCost, CompiledReport
 from fxmem.compiled.step_run import StepRun, least_of
 from fxmem.compiled.surroundings import Surroundings

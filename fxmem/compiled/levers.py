@@ -8,9 +8,10 @@ Inductor fuses kernels that read the same, up to 64 apart in its order (horizont
 two layers reads one mask, both are made at once, and one is there long before it is read. Fused vertically only, with what
 reads their results, the backward's kernels take less there, in as much time, and more elsewhere. Inductor also holds a
 buffer that a later one can take over, for layers on end, where it guesses that the peak is elsewhere. And its C++ puts all
-kernels between two other ops into one function, whose buffers are all there at once. A tight backward does none of these.
-Where code takes much more than planned it is tried too (:func:`fxmem.compiled.step_run.least_of`), and of the deepest plan
-always.
+kernels between two other ops into one function, whose buffers are all there at once. And a kernel is fused with what it
+reads though another reader of that is to run before all else it reads is made: what is recomputed once for what is
+recomputed, and once more later, is made at once where it reads one mask. A tight backward does none of these. Where code
+takes much more than planned it is tried too (:func:`fxmem.compiled.step_run.least_of`), and of the deepest plan always.
 
 NOTE [What convolutions read]
 
@@ -42,6 +43,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 from torch._inductor import config as inductor_config
+from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
@@ -63,13 +65,15 @@ class Levers(NamedTuple):
     def pulled(self, *, is_backward: bool) -> Iterator[None]:
         """Have Inductor compile the forward or the backward so in the body."""
         settings: dict[str, Any] = {"layout_optimization": False} if self.layouts_left else {}
-        apart: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        apart: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        in_time = apart
         if self.tight_backward and is_backward:
             settings |= {"score_fusion_memory_threshold": sys.maxsize, "allow_buffer_reuse": False}
             apart = replaced_here(CppScheduling, "_get_scheduled_num_args", _full_with_one)
+            in_time = V.set_choices_handler(_FusedInTime())
         laid_out = replaced_here(GraphLowering, "find_nodes_prefer_channels_last", _laid_out_at_once)
         fused = replaced_here(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _run_as_one)
-        with inductor_config.patch(settings), laid_out, fused, apart:
+        with inductor_config.patch(settings), laid_out, fused, apart, in_time:
             yield
 
 
@@ -102,6 +106,22 @@ def _full_with_one(
     """Stands for ``CppScheduling._get_scheduled_num_args``: no further kernel joins a function that has too many arguments
     (NOTE [Tight backwards])."""
     return sys.maxsize if count(self) else 0
+
+
+class _FusedInTime(InductorChoices):
+    """Inductor's own choices, without fusion that makes a kernel wait (NOTE [Tight backwards])."""
+
+    @staticmethod
+    def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """False where something else reads what ``node1`` makes before all that ``node2`` reads is made."""
+        inside, made = {*node1.get_nodes(), *node2.get_nodes()}, node1.get_outputs()
+        others = [
+            u.node for buffer in made for u in buffer.users if u.node not in inside and hasattr(u.node, "min_order")
+        ]
+        names = {dep.name for dep in node2.read_writes.reads} - {buffer.get_name() for buffer in made}
+        makers = [scheduler.name_to_buf[name].defining_op for name in names if name in scheduler.name_to_buf]
+        first = min((other.min_order for other in others), default=sys.maxsize)
+        return all(maker is None or maker.max_order < first for maker in makers)
 
 
 def lays_out(graph_module: fx.GraphModule) -> bool:

@@ -29,6 +29,7 @@ FUSED = 0.5
 _POINTWISE, _REDUCTIONS = with_role(CompiledRole, "pointwise"), with_role(CompiledRole, "reduction")
 _SERIES, _LONG_SERIES = with_role(CompiledRole, "series"), with_role(CompiledRole, "long series")
 _MAXIMA = with_role(CompiledRole, "maximum")
+_PRODUCTS, _SUMS = with_role(CompiledRole, "product"), with_role(CompiledRole, "sum")
 _RANDOM = frozenset({"prims::inductor_random", "prims::inductor_randint"})
 _PRIMS_POINTWISE = _RANDOM | {"prims::inductor_lookup_seed", "prims::_low_memory_max_pool_offsets_to_indices"}
 _PRIMS_REDUCTIONS = frozenset({"prims::prepare_softmax_online"})
@@ -56,6 +57,17 @@ def is_generated(node: fx.Node) -> bool:
     if is_pointwise(node) or target in _REDUCTIONS:
         return True
     return _name_of(node) in _PRIMS_REDUCTIONS
+
+
+def is_read_by_op(node: fx.Node) -> bool:
+    """True where something reads a value that Inductor generates no code for."""
+    return any(reader.op == "call_function" and not is_generated(reader) for reader in readers_of(node))
+
+
+def is_sum_of_product(node: fx.Node) -> bool:
+    """True for what is added to a matrix product that nothing else reads: both are one op."""
+    products = (read for read in node.all_input_nodes if read.target in _PRODUCTS)
+    return node.target in _SUMS and any(len(product.users) == 1 for product in products)
 
 
 def is_mask(node: fx.Node) -> bool:

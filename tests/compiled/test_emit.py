@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -115,3 +116,15 @@ def test_on_the_cpu_a_boolean_is_saved_as_a_byte_of_the_same_value(monkeypatch: 
     assert torch.bool not in dtypes[0]
     assert torch.bool in dtypes[1]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_mask_that_is_drawn_again_for_two_kernels_is_a_byte_for_each_element() -> None:
+    """Inductor keeps the random numbers instead, unless what reads the mask is told to be memory."""
+    planner, _ = planner_of(lambda x, w: F.dropout(x @ w, 0.5) @ w, torch.randn(32, 32), torch.randn(32, 32))
+    limits = [KEEP if s.recipe is None else len(planner.profile.recipes) for s in planner.profile.storages]
+    code = planner.lowered(Plan("all again", tuple(limits)), Levers(tight_backward=True))
+    run_step([code], ALONE, planner.around, planner.hardware)
+    assert code._backward_code is not None
+    made = re.findall(r"empty_strided_cpu\(\(32, 32\), \(32, 1\), torch\.(\w+)\)", code._backward_code.source)
+    assert made.count("uint8") == 1
+    assert set(made) == {"uint8", "float32"}

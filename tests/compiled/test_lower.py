@@ -95,6 +95,19 @@ def test_get_scheduled_num_args_decides_whether_kernels_on_end_are_one_function(
     assert num_kernels_of(wrapper, *inputs) == num_kernels
 
 
+@pytest.mark.parametrize(("tight", "num_kernels"), [(False, 1), (True, 2)])
+def test_can_fuse_vertical_decides_whether_a_kernel_waits_for_what_only_another_reads(
+    tight: bool, num_kernels: int
+) -> None:
+    def drawn_once(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.rand_like(x)
+        return (x * drawn) @ x.detach(), (x.detach() @ x.detach()) * drawn
+
+    pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
+    x = torch.randn(64, 64, requires_grad=True)
+    assert num_kernels_of(lowered(drawn_once, x, pulled=pulled), x) == num_kernels
+
+
 @pytest.mark.parametrize("tight", [False, True])
 def test_a_buffer_is_held_for_a_later_one_unless_a_backward_is_tight(tight: bool) -> None:
     pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
