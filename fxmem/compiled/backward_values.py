@@ -50,13 +50,13 @@ def bytes_in_backward(kernels: Kernels) -> tuple[list[int], list[int]]:
 
 
 def runs_at_in_backward(joint: JointGraph) -> dict[fx.Node, int]:
-    """Return by node of the backward the place where it runs: a pointwise one not before an op asks for it that is no
-    generated code."""
+    """Return by node of the backward the place where it runs: a pointwise one just before the first op that asks for it and
+    is no generated code."""
     own = {node: place for place, node in enumerate(joint.backward)}
 
     def place_of(node: fx.Node) -> int:
         asking = [own[r] for r in readers_of(node) if r in own and not is_generated(r)] if is_pointwise(node) else []
-        return min(asking, default=own[node])
+        return max(own[node], min(asking, default=0) - 1)
 
     return {node: place_of(node) for node in joint.backward}
 

@@ -4,14 +4,15 @@ In: :class:`Levers`. Out: a context in which Inductor compiles so.
 
 NOTE [Tight backwards]
 
-Inductor fuses kernels that read the same, up to 64 apart in its order (horizontal fusion). Where what is recomputed for
-two layers reads one mask, both are made at once, and one is there long before it is read. Fused vertically only, with what
+Inductor fuses kernels that read the same, up to 64 apart in its order (horizontal fusion). Where what is recomputed for two
+layers reads one mask, both are made at once, and one is there long before it is read. Fused vertically only, with what
 reads their results, the backward's kernels take less there, in as much time, and more elsewhere. Inductor also holds a
 buffer that a later one can take over, for layers on end, where it guesses that the peak is elsewhere. And its C++ puts all
-kernels between two other ops into one function, whose buffers are all there at once. And a kernel is fused with what it
-reads though another reader of that is to run before all else it reads is made: what is recomputed once for what is
-recomputed, and once more later, is made at once where it reads one mask. A tight backward does none of these. Where code
-takes much more than planned it is tried too (:func:`fxmem.compiled.step_run.least_of`), and of the deepest plan always.
+kernels between two other ops into one function, whose buffers are all there at once. And it fuses a kernel with one that it
+reads though others read that one too, before the rest of what the first reads is made, which then has to be made early: a
+layer that is recomputed on the way to another, and once more for itself, is made twice at once where both times it reads
+one mask. A tight backward does none of these. Where code takes much more than planned it is tried too
+(:func:`fxmem.compiled.step_run.least_of`), and of the deepest plan always.
 
 NOTE [What convolutions read]
 
