@@ -52,3 +52,10 @@ def test_gradients_that_are_summed_are_all_there_until_inductor_writes_their_sum
     x, weights = torch.randn(4, 8, 512), (torch.randn(8, 8, 1) for _ in range(num_readers + 1))
     most_bytes = most_bytes_in_backward(profile_for(read_often, x, *weights))
     assert num_gradients * x.nbytes <= most_bytes < (num_gradients + 2) * x.nbytes
+
+
+def test_what_a_gradient_is_computed_from_goes_before_the_op_that_reads_it_has_its_result() -> None:
+    profile = profile_for(lambda x, w: F.dropout(x @ w, 0.5), torch.randn(32, 1024), torch.randn(1024, 32))
+    (mask,) = (storage.index for storage in profile.storages if storage.nbytes == 32 * 32)
+    released = next(tick for tick in profile.ticks if mask in tick.releases)
+    assert released.peak_bytes - released.start_bytes == 32 * 32 * 4, "the masked gradient, and no product of it"
