@@ -78,6 +78,7 @@ CALLED_BY_ANOTHER_NAME = {
     ("passes/chunk.py", "aten.slice.Tensor"),
     ("compiled/emit.py", "torch.ops.prims.convert_element_type.default"),  # written into the graph
     ("compiled/emit.py", "torch.ops.aten.ne.Scalar"),
+    ("compiled/emit.py", "torch.ops.aten.as_strided.default"),
     ("runtime/programs/recording.py", "aten.as_strided.default"),  # written into the program
     ("fake/meta_fixups.py", "torch.ops.prim.device.default"),  # how a fake is asked for its device
 }
