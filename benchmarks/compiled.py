@@ -94,7 +94,6 @@ def cases() -> dict[str, Case]:
         Case(BenchModel("vit_2l", _vit, images((4, 64), (4, 64)), cross_entropy, ())),
         Case(BenchModel("swin_2l", _swin, images((4, 64), (4, 64)), cross_entropy, ())),
         Case(models.get("densenet121"), shares=(), rises_mb=(106.0, 74.0, 62.0)),
-        Case(models.get("diffusers_unet"), shares=(), rises_mb=(43.0, 36.4)),
         Case(models.get("resnet18"), shares=(0.8,)),
         Case(models.get("unet"), shares=(0.8,)),
         Case(BenchModel("mobilenet_4b", _mobilenet, images((8, 64), (8, 64)), cross_entropy, ()), shares=(0.8,)),

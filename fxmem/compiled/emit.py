@@ -118,10 +118,10 @@ class _Writer:
                 node = self._values[product]
                 if node not in self._kept and node not in self._recomputed:
                     held = node is value or self._plan.limits[product] >= position
-                    clone = self._clone(node, passing)
-                    (self._recomputed if held else passing)[node] = (
-                        self._in_bytes(clone) if held and is_mask(node) else clone
-                    )
+                    clones = self._recomputed if held else passing
+                    clones[node] = self._clone(node, passing)
+                    if held and is_mask(node):
+                        clones[node] = self._in_bytes(clones[node])
 
     def _found(self, node: fx.Node, passing: Clones) -> fx.Node:
         """Return what stands for ``node`` in the backward; a value without memory is cloned where it is asked for first."""

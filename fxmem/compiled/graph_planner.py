@@ -69,8 +69,7 @@ class GraphPlanner:
     ) -> GraphPlanner:
         start = time.perf_counter()
         kernels = Kernels.of(JointGraph.of(without_duplicates(joint), num_outputs))
-        device = next((t.meta["val"].device.type for t in kernels.joint.inputs), "cpu")
-        hardware = settings.hardware or hardware_for(device)
+        hardware = settings.hardware or hardware_for(kernels.joint.device_type)
         profile = profile_of(kernels, around, hardware)
         key = signature_of(
             joint,

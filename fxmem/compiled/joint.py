@@ -74,6 +74,10 @@ class JointGraph:
         """The backward's outputs: nodes, or None."""
         return outputs_of(self.graph_module)[self.num_outputs :]
 
+    @property
+    def device_type(self) -> str:
+        return next((node.meta["val"].device.type for node in self.inputs), "cpu")
+
     def before_backward(self) -> Iterator[fx.Node]:
         """Yield what may run before the backward, in the graph's order."""
         computed = {*self.forward, *self.either}

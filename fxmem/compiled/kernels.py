@@ -31,6 +31,9 @@ MOST_READS = 4
 SMALL_BYTES = 4096
 """Values up to this size are not counted among these buffers: biases, scales, statistics."""
 
+Sources = dict[fx.Node, tuple[fx.Node, ...]]
+"""By node: the values in memory that it is computed from; a value in memory is its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -52,8 +55,8 @@ class Kernels:
 
     joint: JointGraph
     kernels: tuple[Kernel, ...]
-    sources: dict[fx.Node, tuple[fx.Node, ...]]
-    """By node before the backward: the values in memory that it is computed from; a value in memory is its own."""
+    sources: Sources
+    """Of nodes before the backward."""
     needs: tuple[tuple[fx.Node, ...], ...]
     """By node of the backward: the values in memory that it is computed from."""
 
@@ -62,8 +65,8 @@ class Kernels:
         before = [n for n in joint.before_backward() if n.op == "call_function"]
         outputs = {n for n in joint.outputs if isinstance(n, fx.Node)}
         inside = set(before)
-        sources: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        sources: Sources = {}
+        reads: Sources = {}
         for node in before:
             reads[node] = united(sources, node)
             in_memory = node in outputs or _in_memory(node, reads[node], inside)
@@ -85,12 +88,12 @@ class Kernels:
         return tuple(value for kernel in self.kernels for value in kernel.values)
 
 
-def united(sources: dict[fx.Node, tuple[fx.Node, ...]], node: fx.Node) -> tuple[fx.Node, ...]:
+def united(sources: Sources, node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the sources of all that a node reads."""
     return tuple(dict.fromkeys(s for a in node.all_input_nodes for s in sources.get(a, ())))
 
 
-def _inner(op: fx.Node, sources: dict[fx.Node, tuple[fx.Node, ...]]) -> tuple[fx.Node, ...]:
+def _inner(op: fx.Node, sources: Sources) -> tuple[fx.Node, ...]:
     """Return the nodes without memory that ``op`` is computed from."""
     found: dict[fx.Node, None] = {}
     todo = list(op.all_input_nodes)

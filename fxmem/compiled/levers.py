@@ -7,11 +7,11 @@ NOTE [Tight backwards]
 Inductor fuses kernels that read the same, up to 64 apart in its order (horizontal fusion). Where what is recomputed for two
 layers reads one mask, both are made at once, and one is there long before it is read. Fused vertically only, with what
 reads their results, the backward's kernels take less there, in as much time, and more elsewhere. Inductor also holds a
-buffer that a later one can take over, for layers on end, where it guesses that the peak is elsewhere. And its C++ puts all
-kernels between two other ops into one function, whose buffers are all there at once. And it fuses a kernel with one that it
-reads though others read that one too, before the rest of what the first reads is made, which then has to be made early: a
-layer that is recomputed on the way to another, and once more for itself, is made twice at once where both times it reads
-one mask. A tight backward does none of these. Where code takes much more than planned it is tried too
+buffer that a later one can take over, for layers on end, where it guesses that the peak is elsewhere. Its C++ puts all
+kernels between two other ops into one function, whose buffers are all there at once. And Inductor fuses a kernel with one
+that it reads also where something else reads that one earlier: all that the kernel reads is then made earlier too. A layer
+that is recomputed on the way to another, and once more for itself, is so made twice at once, where it reads one mask. A
+tight backward does none of these. Where code takes much more than planned it is tried too
 (:func:`fxmem.compiled.step_run.least_of`), and of the deepest plan always.
 
 NOTE [What convolutions read]
@@ -38,13 +38,13 @@ all read what was left of the last row. Here loops in tiles share no local buffe
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
 from torch._inductor import config as inductor_config
-from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
@@ -71,7 +71,7 @@ class Levers(NamedTuple):
         if self.tight_backward and is_backward:
             settings |= {"score_fusion_memory_threshold": sys.maxsize, "allow_buffer_reuse": False}
             apart = replaced_here(CppScheduling, "_get_scheduled_num_args", _full_with_one)
-            in_time = V.set_choices_handler(_FusedInTime())
+            in_time = V.set_choices_handler(_fusing_in_time())
         laid_out = replaced_here(GraphLowering, "find_nodes_prefer_channels_last", _laid_out_at_once)
         fused = replaced_here(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _run_as_one)
         with inductor_config.patch(settings), laid_out, fused, apart, in_time:
@@ -109,20 +109,22 @@ def _full_with_one(
     return sys.maxsize if count(self) else 0
 
 
-class _FusedInTime(InductorChoices):
-    """Inductor's own choices, without fusion that makes a kernel wait (NOTE [Tight backwards])."""
+def _fusing_in_time() -> Any:
+    """Return the choices in force, without fusion that has something made early (NOTE [Tight backwards])."""
+    choices: Any = copy.copy(V.choices)
+    may_fuse = choices.can_fuse_vertical
+    choices.can_fuse_vertical = lambda *args: may_fuse(*args) and _is_in_time(*args)
+    return choices
 
-    @staticmethod
-    def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """False where something else reads what ``node1`` makes before all that ``node2`` reads is made."""
-        inside, made = {*node1.get_nodes(), *node2.get_nodes()}, node1.get_outputs()
-        others = [
-            u.node for buffer in made for u in buffer.users if u.node not in inside and hasattr(u.node, "min_order")
-        ]
-        names = {dep.name for dep in node2.read_writes.reads} - {buffer.get_name() for buffer in made}
-        makers = [scheduler.name_to_buf[name].defining_op for name in names if name in scheduler.name_to_buf]
-        first = min((other.min_order for other in others), default=sys.maxsize)
-        return all(maker is None or maker.max_order < first for maker in makers)
+
+def _is_in_time(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+    """False where something else reads what ``node1`` makes before all that ``node2`` reads is made."""
+    inside, made = {*node1.get_nodes(), *node2.get_nodes()}, node1.get_outputs()
+    others = {user.node for buffer in made for user in buffer.users} - inside
+    first = min((node.min_order for node in others if hasattr(node, "min_order")), default=sys.maxsize)
+    names = {dep.name for dep in node2.read_writes.reads} - {buffer.get_name() for buffer in made}
+    makers = [scheduler.name_to_buf[name].defining_op for name in names if name in scheduler.name_to_buf]
+    return all(maker is None or maker.max_order < first for maker in makers)
 
 
 def lays_out(graph_module: fx.GraphModule) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxmem.capture.graph import source_of
-from fxmem.compiled.backward_values import bytes_in_backward, runs_at_in_backward
+from fxmem.compiled.backward_values import Places, bytes_in_backward, places_in_backward
 from fxmem.compiled.joint import is_tangent, nbytes_of
 from fxmem.compiled.kernels import Kernels
 from fxmem.compiled.op_kinds import seconds_of, work_of
@@ -22,7 +22,8 @@ def profile_of(kernels: Kernels, around: Surroundings, hardware: Hardware) -> Gr
     """Return the profile of the step: forward, what comes between, backward."""
     values, joint = kernels.values, kernels.joint
     index = {value: i for i, value in enumerate(values)}
-    first, last = _uses_in_backward(kernels)
+    runs_at = places_in_backward(joint)
+    first, last = _uses_in_backward(kernels, runs_at)
     nodes: list[NodeProfile] = []
     recipes: list[Recipe] = []
     recipe_of: dict[fx.Node, int] = {}
@@ -46,17 +47,16 @@ def profile_of(kernels: Kernels, around: Surroundings, hardware: Hardware) -> Gr
         for i, kernel in enumerate(kernels.kernels)
         for v in kernel.values
     ]  # fmt: skip
-    ticks = (*_forward_ticks(kernels, index, around), *_backward_ticks(kernels, index, first, last, around))
+    ticks = (*_forward_ticks(kernels, index, around), *_backward_ticks(kernels, index, first, last, runs_at, around))
     backward_seconds = sum(seconds_of(n, hardware) for n in joint.backward)
     static = StaticBytes(inputs_bytes=around.fixed_bytes)
     return GraphProfile(tuple(nodes), tuple(storages), tuple(recipes), ticks, static, backward_seconds)
 
 
-def _uses_in_backward(kernels: Kernels) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+def _uses_in_backward(kernels: Kernels, runs_at: Places) -> tuple[Places, Places]:
     """Return by value the place in the backward of its first and its last use."""
-    first: dict[fx.Node, int] = {}
-    last: dict[fx.Node, int] = {}
-    runs_at = runs_at_in_backward(kernels.joint)
+    first: Places = {}
+    last: Places = {}
     for place, (node, needs) in enumerate(zip(kernels.joint.backward, kernels.needs, strict=True)):
         for value in needs:
             first.setdefault(value, place)
@@ -69,7 +69,7 @@ def _uses_in_backward(kernels: Kernels) -> tuple[dict[fx.Node, int], dict[fx.Nod
     return first, last
 
 
-def _forward_ticks(kernels: Kernels, index: dict[fx.Node, int], around: Surroundings) -> list[Tick]:
+def _forward_ticks(kernels: Kernels, index: Places, around: Surroundings) -> list[Tick]:
     last: dict[fx.Node, int] = {value: i for i, k in enumerate(kernels.kernels) for value in k.values}
     for i, kernel in enumerate(kernels.kernels):
         last.update(dict.fromkeys(kernel.sources, i))
@@ -87,9 +87,10 @@ def _forward_ticks(kernels: Kernels, index: dict[fx.Node, int], around: Surround
 
 def _backward_ticks(
     kernels: Kernels,
-    index: dict[fx.Node, int],
-    first: dict[fx.Node, int],
-    last: dict[fx.Node, int],
+    index: Places,
+    first: Places,
+    last: Places,
+    runs_at: Places,
     around: Surroundings,
 ) -> list[Tick]:
     """A tick begins where a value is asked for, or where one before it was let go of."""
@@ -101,7 +102,7 @@ def _backward_ticks(
         gone.setdefault(place, []).append(index[value])
     tangents = sum(nbytes_of(n) for n in kernels.joint.inputs if is_tangent(n))
     base = around.fixed_bytes + around.held_in_backward_bytes + tangents
-    made, freed = bytes_in_backward(kernels)
+    made, freed = bytes_in_backward(kernels, runs_at)
     live, ticks = base, []
     start, peak, unpacks = live, live, tuple(sorted(asked.get(0, ())))
     for place in range(len(kernels.needs)):

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fxmem.ir import GraphProfile, Phase
-from tests.compiled.test_kernels import profile_for
-
-
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+from tests.compiled.seat import profile_for
 
 
 def most_bytes_in_backward(profile: GraphProfile) -> int:
@@ -43,7 +36,7 @@ def test_gradients_of_a_residual_do_not_stay_until_the_backward_is_over() -> Non
 def test_gradients_that_are_summed_are_all_there_until_inductor_writes_their_sum(
     num_readers: int, num_gradients: int
 ) -> None:
-    """One kernel sums up to 12 of them; the last of more is added to what was written."""
+    """Inductor writes a sum as soon as it is computed from more than 12."""
 
     def read_often(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         x = F.conv1d(x, weights[0])

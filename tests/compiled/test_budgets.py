@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,13 +25,6 @@ from tests.compiled.seat import in_the_seat
 from tests.tiers import representatives
 
 OPTIONS: dict[str, Any] = {"cost": "cpu", "plan_seconds": 1.0, "optimizer": None, "cache": False}
-
-
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 Planned = tuple[Plan, CompiledReport]

@@ -6,7 +6,7 @@ import gc
 import random
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,13 +33,6 @@ from tests.compiled.models import Block
 
 WIDTH, ROWS = 64, 256
 OPTIONS: dict[str, Any] = {"cost": "cpu", "plan_seconds": 2.0}
-
-
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Breaking(nn.Module):

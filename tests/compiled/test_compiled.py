@@ -7,7 +7,6 @@ import gc
 import logging
 import re
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,13 +23,6 @@ from fxmem.compiled import choice, fakerun, graph_planner
 from fxmem.compiled.fakerun import _laid_out_as
 from tests.compiled.models import OPTIONS, Net, batch
 from tests.tiers import representatives
-
-
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def gradients_of(model: nn.Module, forward: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:

@@ -57,13 +57,11 @@ RETURN = "        return (buf1, buf2, )\n"
 
 
 @pytest.fixture(autouse=True)
-def _compiled_anew_on_one_thread() -> Iterator[None]:
-    torch._dynamo.reset()
+def _on_one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # with more, Inductor leaves a scatter to the op
     yield
     torch.set_num_threads(before)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,34 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxmem.compiled.joint import JointGraph, why_not_again
-from fxmem.compiled.kernels import Kernels
-from fxmem.compiled.lower import without_duplicates
-from fxmem.compiled.profile import profile_of
-from fxmem.compiled.surroundings import Surroundings
-from fxmem.ir import GraphProfile
-from fxmem.profiling.roofline import PRESETS
-from tests.compiled.seat import in_the_seat
-
-
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def profile_for(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> GraphProfile:
-    """Return the profile of a function of ``tensors``, by default two matrices of 1,024 elements."""
-    found: list[GraphProfile] = []
-
-    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
-        kernels = Kernels.of(JointGraph.of(without_duplicates(joint), num_outputs))
-        found.append(profile_of(kernels, Surroundings(), PRESETS["cpu"]))
-
-    given = tensors or (torch.randn(32, 32), torch.randn(32, 32))
-    in_the_seat(look, function, *(t.requires_grad_() for t in given))
-    return found[0]
+from fxmem.compiled.joint import why_not_again
+from tests.compiled.seat import profile_for
 
 
 def test_what_is_computed_by_a_series_or_drawn_costs_more_than_what_moves_bytes_only() -> None:

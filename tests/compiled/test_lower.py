@@ -16,20 +16,17 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import graph as inductor_graph
+from torch._inductor.choices import InductorChoices
+from torch._inductor.virtualized import V
 
 from fxmem.compiled import levers, lower
+from fxmem.compiled.backward_values import MOST_READS_AT_ONCE, MOST_READS_AT_ONCE_ON_CPU
+from fxmem.compiled.kernels import MOST_READS
 from fxmem.errors import InfeasibleBudgetError
 from fxmem.fake.attention import torch_release
 from fxmem.torch_private import FakeTensorMode
 from tests.compiled.models import transposed_and_summed
 from tests.compiled.seat import in_the_seat
-
-
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_custom_partitioner_fn_is_called_with_the_joint_graph_after_inductors_own_passes() -> None:
@@ -95,17 +92,40 @@ def test_get_scheduled_num_args_decides_whether_kernels_on_end_are_one_function(
     assert num_kernels_of(wrapper, *inputs) == num_kernels
 
 
+def drawn_once(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.rand_like(x)
+    return (x * drawn) @ x.detach(), (x.detach() @ x.detach()) * drawn
+
+
 @pytest.mark.parametrize(("tight", "num_kernels"), [(False, 1), (True, 2)])
-def test_can_fuse_vertical_decides_whether_a_kernel_waits_for_what_only_another_reads(
+def test_can_fuse_vertical_decides_whether_what_is_read_with_what_is_drawn_is_made_early(
     tight: bool, num_kernels: int
 ) -> None:
-    def drawn_once(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        drawn = torch.rand_like(x)
-        return (x * drawn) @ x.detach(), (x.detach() @ x.detach()) * drawn
-
     pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
     x = torch.randn(64, 64, requires_grad=True)
     assert num_kernels_of(lowered(drawn_once, x, pulled=pulled), x) == num_kernels
+
+
+def test_choices_of_the_users_own_are_asked_in_a_tight_backward_too() -> None:
+    class Apart(InductorChoices):
+        can_fuse_vertical = staticmethod(lambda *args: False)
+
+    @contextlib.contextmanager
+    def pulled() -> Iterator[None]:
+        with V.set_choices_handler(Apart()), levers.Levers(tight_backward=True).pulled(is_backward=True):
+            yield
+
+    x = torch.randn(64, 64, requires_grad=True)
+    assert num_kernels_of(lowered(drawn_once, x, pulled=pulled), x) == 3
+
+
+def test_a_value_is_written_from_as_many_buffers_on_as_inductor_is_set_to() -> None:
+    """Inductor's settings as they are: what a backward writes is told by them."""
+    assert inductor_config.realize_reads_threshold == MOST_READS
+    if torch_release() >= (2, 13):  # before, of any device by one setting
+        assert inductor_config.realize_acc_reads_threshold is None
+        assert inductor_config.realize_cpu_acc_reads_threshold == MOST_READS_AT_ONCE_ON_CPU
+        assert inductor_config._realize_acc_reads_threshold_default == MOST_READS_AT_ONCE
 
 
 @pytest.mark.parametrize("tight", [False, True])

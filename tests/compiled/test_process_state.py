@@ -22,13 +22,6 @@ from fxmem.runtime.allocations import allocated_on_cpu
 OPTIONS: dict[str, Any] = {"cost": "cpu", "plan_seconds": 1.0, "backend": "inductor"}
 
 
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def _model(width: int = 16) -> nn.Module:
     return nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
 
