@@ -3,13 +3,14 @@
 In: what :func:`fxmem.optimize` and :func:`fxmem.estimate` take. Out: a :class:`CompiledModule`, a
 :class:`CompiledEstimate`, or a :class:`fxmem.compiled.backend.Backend` for ``torch.compile``.
 
-A compiled module is smaller than an optimized one: it has the model's class, attributes, parameters and hooks, but cannot
-be pickled, copied or planned for other devices; do these with ``module.fxmem.original``.
+A compiled module is what an optimized one is (:mod:`fxmem.api.planned_class`): an object of the model's class that shares
+all with it. Its copies, and what is unpickled, are planned and compiled again.
 """
 
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,6 +30,9 @@ from fxmem.api.arguments import (
     with_options,
 )
 from fxmem.api.budget import parse_budget
+from fxmem.api.planned_class import PlannedModule, optimize_in_place, optimized, restored
+from fxmem.api.post_mortem import add_post_mortem
+from fxmem.api.twins import with_method
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.compiled.report import CompiledCost, CompiledEstimate, CompiledReport
 from fxmem.compiled.surroundings import Surroundings, surroundings_of, with_loss
@@ -37,10 +41,11 @@ from fxmem.errors import InputError, NotPlannedError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.passes.context import Settings
-from fxmem.profiling.training_step import ONCE, TrainingStep
+from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.runtime.autocast import Autocast
-from fxmem.torch_private import tree_flatten, tree_unflatten
+from fxmem.torch_private import tree_flatten, tree_leaves, tree_unflatten, without_modes
+from fxmem.user_frames import level_of_user
 
 if TYPE_CHECKING:
     from fxmem.compiled.backend import Backend
@@ -93,8 +98,12 @@ def backend(
 
 def _settings_of(options: Options) -> Settings:
     settings = settings_of(options)
-    if settings.step.loop != ONCE:
-        raise InputError('loop= is not for backend="inductor": its step is one forward and one backward')
+    loop = settings.step.loop
+    if loop != Loop(keeps_output=loop.keeps_output, zero_grad_before_backward=loop.zero_grad_before_backward):
+        raise InputError(
+            'of a loop, backend="inductor" takes keeps_output= and zero_grad_before_backward=; several forwards before one '
+            "backward are seen in the first step. Leave out the others"
+        )
     if settings.runtime != "auto":
         raise InputError('runtime= is not for backend="inductor", whose steps are compiled; leave it out')
     others = sorted(settings.allow - set(DEFAULTS["allow"]))
@@ -123,21 +132,48 @@ class CompiledNamespace:
         self.original = original
         """The model as it was given."""
         self.settings = settings
+        self.methods: dict[str, CompiledNamespace] = {}
+        """By name, the same for each other method that is planned."""
+        self.set_forwards: dict[Callable[..., Any], CompiledNamespace] = {}
+        """By function, the same for forwards that were set on the compiled module and go around its own."""
+        self.said_of: dict[Callable[..., Any], str] = {}
+        """Of those whose user has not heard of it, the path of the submodule that they call."""
         self.choice = ""
         """With ``backend="auto"``: what was chosen, and why."""
-        from fxmem.compiled.backend import Backend, held_weakly
-        from fxmem.compiled.lower import BREAKS, whole_graphs
-
-        self._backend, self._breaks, self._whole_graphs = Backend(settings, self._around), BREAKS, whole_graphs
-        self._compile = partial(torch.compile, backend=held_weakly(self._backend), fullgraph=True, dynamic=False)
-        self._calls: dict[tuple[int, ...], Callable[..., Any]] = {(): self._compile(_own(original.forward))}
-        """By the places of outputs that the loss does not read."""
-        self._unread: dict[Any, tuple[int, ...]] = {}
-        """These, by the kind of a call."""
         self._inputs: Inputs | None = None
         self._output: Any = None
         """Of the call that is planned, on fakes."""
         self._autocast: Autocast | None = None
+        self._is_loss_told = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with nothing planned."""
+        from fxmem.compiled.backend import Backend, held_weakly
+        from fxmem.compiled.lower import BREAKS, whole_graphs
+
+        self._backend, self._breaks, self._whole_graphs = Backend(self.settings, self._around), BREAKS, whole_graphs
+        self._compile = partial(torch.compile, backend=held_weakly(self._backend), fullgraph=True, dynamic=False)
+        self._calls: dict[tuple[int, ...], Callable[..., Any]] = {}
+        """By the places of outputs that the loss does not read."""
+        self._unread: dict[Any, tuple[int, ...]] = {}
+        """These, by the kind of a call."""
+
+    def plan_anew(self, step: TrainingStep) -> None:
+        """Forget all plans; those to come are for ``step``, of this method and the others."""
+        self.settings = replace(self.settings, step=step)
+        self._begin()
+        for method in (*self.methods.values(), *self.set_forwards.values()):
+            method.plan_anew(step)
+
+    def raise_budget(self, budget_bytes: int) -> None:
+        """Plan within this budget from now on."""
+        self.settings = replace(self.settings, budget_bytes=budget_bytes)
+        self._begin()
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error of memory what is there, and what to do."""
+        add_post_mortem(error, self.original, None)
 
     @property
     def reports(self) -> tuple[CompiledReport, ...]:
@@ -157,7 +193,8 @@ class CompiledNamespace:
         self._autocast = Autocast.of(device_of(self.original).type)
         unread = self._unread_outputs(self._inputs)
         if unread not in self._calls:
-            self._calls[unread] = self._compile(_own(_without_gradients(self.original.forward, unread)))
+            forward = self.original.forward
+            self._calls[unread] = self._compile(_own(_without_gradients(forward, unread) if unread else forward))
         call = self._calls[unread]
         try:
             return refusing_gradients(call(*args, **kwargs), unread)
@@ -176,17 +213,21 @@ class CompiledNamespace:
             self._unread[kind] = unread_places(self._output, self._step_for(inputs))
         return self._unread[kind]
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan for a call like this one; nothing runs and no kernel is compiled. Errors: as :func:`fxmem.optimize`."""
-        self._only_planned(self._backend.plan_only, args, kwargs)
+    def prepare(self, example_args: Any = None, example_kwargs: dict[str, Any] | None = None) -> CompiledReport:
+        """Plan for a call with these arguments now; return the report. Nothing runs and no kernel is compiled.
 
-    def frontier(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledCost, ...]:
+        Errors: those of :func:`fxmem.optimize`.
+        """
+        self._only_planned(self._backend.plan_only, example_of(self.original, example_args, example_kwargs))
+        return self.report
+
+    def frontier(self, inputs: Inputs) -> tuple[CompiledCost, ...]:
         """Return what every budget costs for a call like this one."""
         found: list[CompiledCost] = []
-        self._only_planned(lambda planner: found.extend(planner.frontier()), args, kwargs)
+        self._only_planned(lambda planner: found.extend(planner.frontier()), inputs)
         return tuple(found)
 
-    def _only_planned(self, plan: Callable[[GraphPlanner], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _only_planned(self, plan: Callable[[GraphPlanner], Any], inputs: Inputs) -> None:
         from fxmem.compiled.backend import Planned
 
         seen: list[GraphPlanner] = []
@@ -199,7 +240,7 @@ class CompiledNamespace:
         region = region_of_step(self.original, self.settings.step)
         try:
             with region.enter() if region else nullcontext(), torch.inference_mode(False), torch.enable_grad():
-                self.call(args, kwargs)
+                self.call(*inputs.call())
         except Planned:
             pass
         finally:
@@ -218,14 +259,34 @@ class CompiledNamespace:
         around = surroundings_of((*model.buffers(), *batch, *tensors), tuple(model.parameters()), step)
         with self._autocast.enter() if self._autocast else nullcontext():
             output = self._output_on_fakes(inputs) if self._output is None else self._output
+            if step.loss_fn is None and self.settings.budget_bytes is not None:
+                self._tell_of_loss(output)
             return with_loss(around, output, step)
+
+    def _tell_of_loss(self, output: Any) -> None:
+        """Warn, once, where ``output`` is no loss and none was told of: what is computed outside is not seen."""
+        learning = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        is_loss = isinstance(getattr(output, "loss", None), torch.Tensor) or all(t.numel() == 1 for t in learning)
+        if is_loss or self._is_loss_told:
+            return
+        self._is_loss_told = True
+        warnings.warn(
+            f"{type(self.original).__name__} returns no loss: what is computed outside of it is not seen by "
+            'backend="inductor", so its memory is not counted and comes on top of the budget. To plan for it, pass a '
+            "function of output and targets that is like it in memory: fxmem.optimize(..., loss_fn=..., targets=...).",
+            stacklevel=level_of_user(),
+        )
 
     def _step_for(self, inputs: Inputs) -> TrainingStep:
         return self.settings.seen_with(inputs.leaves).step.for_inputs(inputs.leaves)
 
     def _output_on_fakes(self, inputs: Inputs) -> Any:
-        """Return what a training call returns, as fakes with their graph."""
-        model, world = self.original, FakeWorld(inputs.leaves)
+        """Return what a training call returns, as fakes with their graph; while torch compiles, too."""
+        with without_modes():
+            return self._output_in(FakeWorld(inputs.leaves), inputs)
+
+    def _output_in(self, world: FakeWorld, inputs: Inputs) -> Any:
+        model = self.original
         args, kwargs = Inputs(tuple(world.fake_all(list(inputs.leaves))), inputs.spec).call()
         with tensors_restored(model), world.active(model), world.state_of(model), torch.enable_grad(), ScalarReads():
             return model.forward(*args, **kwargs)
@@ -251,31 +312,27 @@ def _without_gradients(forward: Callable[..., Any], places: tuple[int, ...]) -> 
     return detached
 
 
-class CompiledModule(torch.nn.Module):
+class CompiledModule(PlannedModule):
     """What every model compiled under a budget is, beside of its own class. ``module.fxmem`` has report and original.
 
     Training-mode calls with grad enabled run compiled, planned at the first call of each kind. All others run the original.
+    Hooks are the original's, and run around the compiled code.
     """
 
-    _fxmem_compiled: CompiledNamespace
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Nothing: the original's class is not to hear of a subclass that its author did not write."""
+    _fxmem: CompiledNamespace
 
     @property
     def fxmem(self) -> CompiledNamespace:
-        return self._fxmem_compiled
+        """Reports and original of this module."""
+        return self._fxmem
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InputError(
-            "a compiled module cannot be copied or pickled; copy module.fxmem.original, and compile the copy"
-        )
-
-
-def _forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
-    if self.training and torch.is_grad_enabled():
-        return self.fxmem.call(args, kwargs)
-    return self.fxmem.original.forward(*args, **kwargs)
+    @staticmethod
+    def _fxmem_of(original: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> CompiledNamespace:
+        planned = CompiledNamespace(original, settings)
+        for name in methods:
+            if name != "forward":
+                planned.methods[name] = CompiledNamespace(with_method(original, name), settings)
+        return planned
 
 
 def bounded_settings(model: torch.nn.Module, example: Example, budget: BudgetArguments, options: Options) -> Settings:
@@ -287,30 +344,29 @@ def bounded_settings(model: torch.nn.Module, example: Example, budget: BudgetArg
 
 
 def compiled_module(
-    model: torch.nn.Module, example: Example, budget: BudgetArguments, options: Options
+    model: torch.nn.Module,
+    example: Example,
+    budget: BudgetArguments,
+    options: Options,
+    methods: Sequence[str] = (),
+    *,
+    in_place: bool = False,
 ) -> CompiledModule:
-    """Return ``model`` compiled under a budget, planned for the example if there is one."""
+    """Return ``model`` compiled under a budget, planned for the example if there is one. ``in_place``: ``model`` itself."""
     from fxmem.compiled.refusals import check_settings
 
     check_optimizable(model)
     check_settings({})
     settings = bounded_settings(model, example, budget, options)
-    kind = type(model)
-    members = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-        "_fxmem_compiled": CompiledNamespace(model, settings),
-        "forward": _forward,
-    }
-    made: CompiledModule = object.__new__(
-        types.new_class(kind.__name__, (CompiledModule, kind), {}, lambda own: own.update(members))
-    )
-    object.__setattr__(made, "__dict__", model.__dict__)
+    make = optimize_in_place if in_place else optimized
+    made = make(CompiledModule, model, settings, methods)
     if any(given is not None for given in example):
-        inputs = example_of(model, *example)
-        with told(f"planning the compiled step of {kind.__name__}", CAPTURE_SECONDS + settings.plan_seconds):
-            made.fxmem.prepare(*inputs.call())
+        try:
+            with told(f"planning the compiled step of {type(model).__name__}", CAPTURE_SECONDS + settings.plan_seconds):
+                made.fxmem.prepare(*example)
+        except BaseException:
+            restored(made)
+            raise
     return made
 
 
@@ -332,4 +388,4 @@ def compiled_frontier(model: torch.nn.Module, example: Example, options: Options
     module = compiled_module(model, (None, None), (None, None, None), options)
     seconds = CAPTURE_SECONDS + module.fxmem.settings.plan_seconds
     with told(f"planning the compiled step of {type(model).__name__} for every budget", seconds):
-        return module.fxmem.frontier(*inputs.call())
+        return module.fxmem.frontier(inputs)

@@ -22,7 +22,7 @@ from fxmem.api.compile_cache import CompileCache
 from fxmem.api.loss_watch import FoundLoss, LossWatch
 from fxmem.api.planning_hints import in_mb, least_said, option_for, said_of
 from fxmem.api.size_families import is_of_own_size, report_planned_for
-from fxmem.api.step_watch import StepWatch, grown, have_gradients
+from fxmem.api.step_watch import StepWatch, grown
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.unused_numbers import UnusedNumbers
 from fxmem.errors import InfeasibleBudgetError
@@ -34,9 +34,8 @@ from fxmem.profiling.seen_loss import OtherSizeError
 from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast, LatestRegion
-from fxmem.runtime.programs.joint import some_of
+from fxmem.runtime.old_gradients import have_gradients, some_of
 from fxmem.torch_patches import casts_stay_at_hand
-from fxmem.torch_private import version_of
 from fxmem.user_frames import level_of_user, modules_called
 
 MOST_LOSSES = 4
@@ -65,10 +64,6 @@ class LoopPlans:
         self._step = settings.step
         """What is planned for, but for gradients that are there."""
         self._looked_at: tuple[Compiled | None, tuple[torch.Tensor, ...]] = (None, ())
-        self._versions: int | None = None
-        """Of these parameters together, in the call before."""
-        self._look_over: bool | None = None
-        """Whether gradients that were there for the first time were of a step that was over."""
         self._roomy: tuple[Compiled | None, int] = (None, 0)
         """What was compiled for the latest call, and bytes that its forward leaves of the budget."""
         self._region = LatestRegion()
@@ -146,8 +141,6 @@ class LoopPlans:
         """Note the outputs of a training call."""
         if self._is_bounded:
             parameters = self._some_parameters()
-            if self._look_over is None:
-                self._versions = sum(map(version_of, parameters))
             call = self._watch.note(leaves, parameters)
             if self._loss_watch is not None and self._is_inside_another():
                 self._loss_watch = None  # what comes after is the rest of that model, not a loss
@@ -337,24 +330,11 @@ class LoopPlans:
         """Return ``step`` as it is where gradients are there as a call begins."""
         if step.accumulate or not have_gradients(self._some_parameters()):
             return step
-        watch, loop = self._watch, step.loop
-        is_known = watch.clears_gradients or loop.zero_grad_before_backward
-        clears = not watch.adds_gradients and (is_known or self._gradients_look_over())
+        loop = step.loop
+        clears = self._watch.old_gradients.will_be_cleared(
+            self._some_parameters(), is_said=loop.zero_grad_before_backward
+        )
         return replace(step, accumulate=not clears, loop=replace(loop, zero_grad_before_backward=clears))
-
-    def _gradients_look_over(self) -> bool:
-        """True if the optimizer has stepped since the call before, and gradients are no zeros: then they are those of the
-        step before, and ``zero_grad()`` is still to come. Looked at once, as it waits for the device, and not where a CUDA
-        graph captures the step."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return False
-        if self._look_over is None:
-            parameters = self._some_parameters()
-            stepped = self._versions is not None and sum(map(version_of, parameters)) != self._versions
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            plain = all(type(g) is torch.Tensor and g.layout == torch.strided for g in gradients)
-            self._look_over = stepped and plain and any(bool(g.any()) for g in gradients)
-        return self._look_over
 
     def _some_parameters(self) -> tuple[torch.Tensor, ...]:
         """Return those that are asked whether they have a gradient."""

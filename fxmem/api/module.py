@@ -25,7 +25,7 @@ from fxmem.api.arguments import (
 from fxmem.api.budget import parse_budget
 from fxmem.api.cheaper_backend import compiled_if_cheaper
 from fxmem.api.compiled import AUTO, BudgetArguments, CompiledModule, check_backend, compiled_module
-from fxmem.api.planned_class import FxMemModule, optimize_in_place, optimized, restored
+from fxmem.api.planned_class import FxMemModule, PlannedModule, optimize_in_place, optimized, restored
 from fxmem.api.prepare import prepare
 from fxmem.devices import device_named
 from fxmem.errors import InputError
@@ -74,7 +74,7 @@ def optimize(
       no quick plan fits, and offloads, are planned at once, as with ``"now"``; ``module.fxmem.finish_planning()`` waits.
     - ``backend``: ``"inductor"`` compiles the model with torch.compile's Inductor under the same budget, and returns a
       :class:`fxmem.CompiledModule`, whose bits are that compiler's, not eager's. ``"auto"`` takes what is estimated to be
-      faster, as ``module.fxmem.choice`` says. Neither takes ``plan_for``, ``methods``, ``shapes`` and ``plan``.
+      faster, as ``module.fxmem.choice`` says, and takes no ``methods``. Neither takes ``plan_for``, ``shapes``, ``plan``.
 
     Under autocast the peak counts casts of weights until the region ends; if yours ends before the step does, the peak is
     an upper bound.
@@ -83,13 +83,13 @@ def optimize(
     ``InfeasibleBudgetError`` when no plan fits, ``CaptureError`` when no graph does what the model does.
     """
     bound = (budget_gb, budget, budget_mb)
-    is_plain = plan_for is None and shapes is None and tuple(methods) == ("forward",) and plan == "now"
-    compiled, choice = _in_inductor(backend, model, (example_args, example_kwargs), bound, options, is_plain)
+    asked = methods, plan_for is None and shapes is None and plan == "now"
+    compiled, choice = _in_inductor(backend, model, (example_args, example_kwargs), bound, options, *asked)
     if compiled is not None:
         return cast(FxMemModule, compiled)
     settings = _settings(model, (example_args, example_kwargs), bound, plan_for, options)
     settings = replace(settings, background=is_in_background(plan))
-    module = optimized(model, settings, check_methods(model, methods))
+    module = optimized(FxMemModule, model, settings, check_methods(model, methods))
     module.fxmem.choice = choice
     try:
         return _planned(module, example_args, example_kwargs, plan_for, shapes)
@@ -111,16 +111,22 @@ def optimize_(
     methods: Sequence[str] = ("forward",),
     shapes: Any = None,
     plan: str = "now",
+    backend: str = "eager",
     **options: Unpack[Options],
 ) -> FxMemModule:
     """Make ``model`` itself a module that trains inside a memory budget; return it. All else as :func:`fxmem.optimize`.
 
     It stays the same object of the same class, wherever it is held. :func:`fxmem.restore` takes this back. An error leaves
-    it as it was.
+    it as it was. ``backend``: ``"eager"`` or ``"inductor"``.
     """
+    if check_backend(backend) == "inductor":
+        bound = (budget_gb, budget, budget_mb)
+        asked = methods, plan_for is None and shapes is None and plan == "now"
+        made, _ = _in_inductor(backend, model, (example_args, example_kwargs), bound, options, *asked, in_place=True)
+        return cast(FxMemModule, made)
     settings = _settings(model, (example_args, example_kwargs), (budget_gb, budget, budget_mb), plan_for, options)
     settings = replace(settings, background=is_in_background(plan))
-    module = optimize_in_place(model, settings, check_methods(model, methods))
+    module = optimize_in_place(FxMemModule, model, settings, check_methods(model, methods))
     try:
         return _planned(module, example_args, example_kwargs, plan_for, shapes)
     except BaseException:
@@ -134,18 +140,24 @@ def _in_inductor(
     example: tuple[Any, Any],
     budget: BudgetArguments,
     options: Options,
+    methods: Sequence[str],
     is_plain: bool,
+    *,
+    in_place: bool = False,
 ) -> tuple[CompiledModule | None, str]:
     """Return ``model`` compiled, or None for the eager backend; and what "auto" chose, and why.
 
-    ``is_plain``: nothing is asked for that only the eager backend takes.
+    ``is_plain``: nothing else is asked for that only the eager backend takes.
     """
     if check_backend(backend, AUTO) == "eager":
         return None, ""
     if not is_plain:
-        raise InputError(f'plan_for=, methods=, shapes= and plan= are not for backend="{backend}"; leave them out')
+        raise InputError(f'plan_for=, shapes= and plan= are not for backend="{backend}"; leave them out')
     if backend != AUTO:
-        return compiled_module(model, example, budget, options), ""
+        names = check_methods(model, methods)
+        return compiled_module(model, example, budget, options, names, in_place=in_place), ""
+    if tuple(methods) != ("forward",):
+        raise InputError('methods= is not for backend="auto"; name a backend')
     compiled, choice = compiled_if_cheaper(model, example, budget, options)
     if compiled is not None:
         compiled.fxmem.choice = choice
@@ -160,9 +172,9 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     """
     for module in list(model.modules()):
         for name, part in list(module._modules.items()):
-            if isinstance(part, FxMemModule):
+            if isinstance(part, PlannedModule):
                 module._modules[name] = restored(part)
-    return restored(model) if isinstance(model, FxMemModule) else model
+    return restored(model) if isinstance(model, PlannedModule) else model
 
 
 def _settings(

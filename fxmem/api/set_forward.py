@@ -19,6 +19,7 @@ from fxmem.api.arguments import is_optimized
 from fxmem.api.bypass import planned_call, submodules_told_to
 from fxmem.api.namespace import Namespace
 from fxmem.api.twins import with_forward
+from fxmem.compiled.report import CompiledReport
 from fxmem.errors import InfeasibleBudgetError, in_units
 from fxmem.report.text import Report
 from fxmem.user_frames import level_of_user
@@ -52,13 +53,13 @@ def _watched(function: Forward) -> Forward:
 def _plan(planned: Namespace, function: Forward, path: str) -> None:
     """Plan ``function`` from its next call on: it has called the submodule at ``path``."""
     model = with_forward(planned.original, function.__name__, function)
-    planned.set_forwards[function] = Namespace(model, planned.settings)
+    planned.set_forwards[function] = type(planned)(model, planned.settings)
     planned.said_of[function] = path
 
 
 @torch.compiler.disable(reason="planning and recomputation run outside of torch.compile")  # type: ignore[untyped-decorator]
 def _call_planned(module: Any, function: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    planned: Namespace = module.fxmem
+    planned = module.fxmem
     own, path = planned.set_forwards[function], planned.said_of.pop(function, None)
     with planned_call(id(module)):
         try:
@@ -75,17 +76,23 @@ def _call_planned(module: Any, function: Forward, args: tuple[Any, ...], kwargs:
     return output
 
 
-def _tell(kind: str, name: str, path: str, report: Report, least: InfeasibleBudgetError | None) -> None:
-    """Tell of the step before, which ran around the plan, if that was above the budget."""
-    budget_bytes, eager_bytes = least.budget_bytes if least else report.budget_bytes, report.eager_peak_bytes
-    if budget_bytes is None or eager_bytes <= budget_bytes:
+def _tell(
+    kind: str, name: str, path: str, report: Report | CompiledReport, least: InfeasibleBudgetError | None
+) -> None:
+    """Tell of the step before, which ran around the plan, if that was above the budget, or its peak is not known."""
+    budget_bytes = least.budget_bytes if least else report.budget_bytes
+    eager_bytes = report.eager_peak_bytes if isinstance(report, Report) else None
+    if budget_bytes is None or (eager_bytes is not None and eager_bytes <= budget_bytes):
         return
+    peak = f"which is not known; the budget is {budget_bytes} bytes"
+    if eager_bytes is not None:
+        peak = f"{eager_bytes} bytes ({in_units(eager_bytes)}), above the budget of {budget_bytes} bytes"
     rest = f"from now on {name} is planned, with a peak of {in_units(report.predicted_peak_bytes)}"
     if least is not None:
         rest += f", the least that a plan reaches. Raise the budget to {least.least_bytes} bytes to keep it"
     warnings.warn(
         f"{kind}.forward was replaced after the model was optimized: {name} trains {path} around the plan, so the step's "
-        f"peak is that of eager PyTorch, {eager_bytes} bytes ({in_units(eager_bytes)}), above the budget of {budget_bytes} "
-        f"bytes: {rest}. To plan for it from the first step on, optimize the model after its forward is set.",
+        f"peak is that of eager PyTorch, {peak}: {rest}. To plan for it from the first step on, optimize the model after "
+        "its forward is set.",
         stacklevel=level_of_user(),
     )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fxmem.profiling.training_step import ONCE, Loop
+from fxmem.runtime.old_gradients import OldGradients, have_gradients
 from fxmem.torch_private import current_backward, keeps_graph
 
 MOST_OUTPUTS = 16
@@ -78,10 +79,7 @@ class StepWatch:
         self._num_forwards = 0
         """Of the present step."""
         self._latest_backward = -1
-        self.adds_gradients = False
-        """A backward has found gradients there."""
-        self.clears_gradients = False
-        """One has not, though they were there as its forward ran."""
+        self.old_gradients = OldGradients()
 
     @property
     def is_new_step(self) -> bool:
@@ -110,10 +108,9 @@ class StepWatch:
         return held_bytes
 
     def _note_backward(self, call: Call) -> None:
-        backward, are_there = current_backward(), have_gradients(call.parameters)
+        backward = current_backward()
         if backward != self._latest_backward and call.num_backwards == 1:
-            self.adds_gradients |= are_there
-            self.clears_gradients |= call.begins_with_gradients and not are_there
+            self.old_gradients.note_backward(call.parameters, were_there=call.begins_with_gradients)
         self._latest_backward, call.parameters = backward, ()
         keeps_output = call.keeps_output or (self._knows_output and self.loop.keeps_output)
         self._knows_output = True
@@ -123,6 +120,7 @@ class StepWatch:
 
     def note(self, leaves: Iterable[Any], parameters: Sequence[torch.Tensor]) -> Call:
         """Note the outputs of a call. ``parameters``: some of the model's."""
+        self.old_gradients.note_call(parameters)
         call, nodes = Call(self._note_backward, parameters), set()
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -154,11 +152,6 @@ def grown(planned: Loop, seen: Loop) -> Loop:
     return replace(
         whole, keeps_output=seen.keeps_output if whole != planned else planned.keeps_output or seen.keeps_output
     )
-
-
-def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:
-    """True if one of the ``parameters`` has a gradient."""
-    return any(parameter.grad is not None for parameter in parameters)
 
 
 def _with(loop: Loop, **changes: Any) -> Loop:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxmem.compiled.calls import Calls, CompiledGraph
+from fxmem.compiled.calls import Calls
 from fxmem.compiled.emit import Partitioned
+from fxmem.compiled.graph_call import CompiledGraph
 from fxmem.compiled.graph_planner import GraphPlanner
 from fxmem.compiled.levers import NO_LEVERS, Levers
 from fxmem.compiled.lower import breaks_off, compilation_now, compiled, passing_dynamo

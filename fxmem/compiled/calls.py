@@ -17,137 +17,56 @@ NOTE [Steps of several calls]
 4. When the next step begins, the step that was seen is planned as a whole, and from then on each of its calls runs code
    of that plan, compiled at the call. Steps that begin alike share code up to where they part: the deepest of their plans.
 5. Which outputs are held until a step is over is observed in its first run; meanwhile all are taken to be.
+6. What is there beside as a step begins is looked at each time (:class:`Beside`): gradients, which the backward adds to or
+   the loop clears before it, and outputs of the step before. Steps are planned by what is there.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 
 from fxmem.compiled.fakerun import GraphCall, Source
+from fxmem.compiled.graph_call import NUMBERS, Call, Compile, CompiledGraph, Inputs, Node
 from fxmem.compiled.graph_planner import STEP, infeasible
 from fxmem.compiled.lower import compiling_alone
 from fxmem.compiled.report import CompiledReport
-from fxmem.compiled.step_planner import PlannedGraph, StepPlanner, Variant
-from fxmem.compiled.surroundings import joined, weight_of
-from fxmem.errors import in_units
+from fxmem.compiled.step_planner import StepPlanner, Variant
+from fxmem.compiled.step_run import StepRun
+from fxmem.compiled.surroundings import Surroundings, joined, weight_of
+from fxmem.errors import InfeasibleBudgetError, in_units
 from fxmem.passes.context import Settings
-from fxmem.torch_private import keeps_graph, storage_key
+from fxmem.profiling.training_step import TrainingStep
+from fxmem.runtime.old_gradients import OldGradients, have_gradients, some_of
+from fxmem.torch_private import storage_key
 from fxmem.user_frames import level_of_user
 
-Compiled = Callable[..., Any]
-Compile = Callable[["CompiledGraph", fx.GraphModule, Sequence[Any]], Compiled]
-"""Compiles a graph under :attr:`CompiledGraph.wanted`."""
+Key = tuple[Any, ...]
+"""Of calls that begin a step: what is there beside, and their graphs."""
 
 
-class CompiledGraph:
-    """A training graph from Dynamo, compiled under the plans of the steps that it is called in."""
+class Beside(NamedTuple):
+    """What is there as a step begins, and is not always."""
 
-    def __init__(self, graph_module: fx.GraphModule, breaks_off: bool) -> None:
-        self.breaks_off = breaks_off
-        """Whether the graph ends because it breaks."""
-        self.planned: PlannedGraph | None = None
-        """None until its joint graph was seen."""
-        self.wanted: Variant | None = None
-        """How it is to be compiled now; None: how is still to be found."""
-        self._module, self._graph = graph_module, copy.deepcopy(graph_module.graph)
-        self._compiled: dict[Variant, Compiled] = {}
+    step: TrainingStep
+    """The step asked for, with what becomes of gradients that are there."""
+    outputs_bytes: int = 0
+    """Of outputs of the step before that are still referred to, where there is no room for them."""
 
-    @property
-    def any_compiled(self) -> Compiled:
-        return next(iter(self._compiled.values()))
-
-    def keep(self, made: Compiled) -> None:
-        """``made``: the graph compiled as :attr:`wanted` says."""
-        assert self.wanted is not None
-        self._compiled[self.wanted] = made
-
-    def under(self, variant: Variant, inputs: Sequence[Any], compile_it: Compile) -> Compiled:
-        if variant not in self._compiled:
-            self.wanted = variant
-            again = fx.GraphModule(self._module, copy.deepcopy(self._graph))
-            again.meta = dict(self._module.meta)
-            with compiling_alone():
-                self.keep(compile_it(self, again, inputs))
-        return self._compiled[variant]
-
-
-class Inputs(NamedTuple):
-    """What a graph was called with."""
-
-    sources: tuple[Source | int, ...]
-    """As in :class:`GraphCall`; a source's call is its place in the step."""
-    nbytes: Mapping[int, int]
-    """By storage, of those that no call of the step made."""
-    parameters: tuple[weakref.ref[torch.Tensor], ...]
-
-    def later(self, there: Container[int]) -> Inputs:
-        """Return the inputs of a call like this in a later step; what is not ``there`` any more gets a new number, as its
-        storage may be another tensor's now."""
-        named = {s: s if s in there else next(_NUMBERS) for s in self.sources if not isinstance(s, Source)}
-        sources = tuple(s if isinstance(s, Source) else named[s] for s in self.sources)
-        return self._replace(sources=sources, nbytes={named[s]: nbytes for s, nbytes in self.nbytes.items()})
-
-    def after(self, places: Mapping[int, int]) -> Inputs:
-        """Return the same where of the calls before only those at ``places`` still are in the step, by their new place."""
-        sources = (s if not isinstance(s, Source) or s.call in places else next(_NUMBERS) for s in self.sources)
-        moved = (s._replace(call=places[s.call]) if isinstance(s, Source) else s for s in sources)
-        return self._replace(sources=tuple(moved))
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One call of a compiled graph; holds no tensor."""
-
-    graph: CompiledGraph
-    variant: Variant
-    inputs: Inputs | None = None
-    """None: not looked at, as others like it were."""
-    made: dict[int, int] = field(default_factory=dict)
-    """Places of its outputs by storage."""
-    outputs: tuple[weakref.ref[torch.Tensor], ...] = ()
-    outputs_stay: bool = True
-    node: weakref.ref[_Node] | None = None
-    """Dead where its backward can no longer come."""
-
-    @property
-    def is_pending(self) -> bool:
-        node = None if self.node is None else self.node()
-        return node is not None and not node.has_run
-
-    def look_at_outputs(self) -> None:
-        """Note, when its backward is over, whether anybody still holds its outputs."""
-        self.outputs_stay = any(ref() is not None for ref in self.outputs)
+    def around(self, around: Surroundings) -> Surroundings:
+        """Return ``around``, which is of :attr:`step`, with these outputs."""
+        outputs = (self.outputs_bytes,) if self.outputs_bytes else ()
+        return replace(around, in_forwards=(*around.in_forwards, *outputs))
 
 
 def _ref(tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
     return weakref.ref(tensor)
-
-
-class _Node:
-    """Lives as long as a call's node of autograd, which holds it by a hook."""
-
-    def __init__(self, next_call: Callable[[], Call | None], retained: Callable[[], None]) -> None:
-        """``retained``: called where a backward retains its graph."""
-        self._next_call, self._retained = next_call, retained
-        self.has_run = False
-
-    def runs(self, _: Any) -> None:
-        self.has_run = True
-        if keeps_graph():
-            self._retained()
-        later = self._next_call()
-        if later is not None:
-            later.look_at_outputs()
 
 
 class Calls:
@@ -157,57 +76,63 @@ class Calls:
         self._settings, self._tell, self._compile = settings, tell, compile_it
         self._step: list[Call] = []
         """The calls since the latest one began, whose backward came or may come."""
-        self._variants: dict[tuple[CompiledGraph, ...], Variant] = {}
+        self._over: list[Call] = []
+        """Those of the step before."""
+        self._beside = Beside(settings.step)
+        """What was there as the present step began."""
+        self._old_gradients = OldGradients()
+        self._variants: dict[Key, Variant] = {}
         """Of the last of so many calls that begin a planned step."""
-        self._tried: dict[tuple[CompiledGraph, ...], Variant] = {}
+        self._tried: dict[Key, Variant] = {}
         """The same, of the step that is seen for the first time."""
-        self._steps: set[tuple[CompiledGraph, ...]] = set()
+        self._steps: dict[Key, tuple[Call, ...]] = {}
         """Those that were planned."""
+        self._room_bytes: dict[tuple[Beside, CompiledGraph], int] = {}
+        """By the graph that a step begins with: what may be there beside until the backward begins."""
         self._is_told = False
         """Whether it was told that the step that is seen for the first time goes over the budget."""
-        self._is_retained_told = False
+        self._is_retained_told = self._is_beside_told = False
         self._noted: dict[tuple[CompiledGraph, ...], Inputs] = {}
         """Of the last of so many calls that begin a step, as they once were."""
 
     def first_variant(self, graph: CompiledGraph, inputs: Sequence[Any]) -> Variant:
         """Return how to compile a graph for the first time, for a call that follows. Errors: ``InfeasibleBudgetError``."""
-        before, budget = self._begun(), self._settings.budget_bytes
+        before, budget = self._begun(graph, inputs), self._settings.budget_bytes
         assert graph.planned is not None
-        call = Call(graph, Variant(0))
+        call = self._call_of(graph)
         self._note(call, before, inputs)
         if before:
             return self._tried_variant(before, call)
         if graph.breaks_off and budget is not None:
-            alone = StepPlanner((graph.planned,), (GraphCall(),), graph.planned.planner.around)
+            alone = StepPlanner((graph.planned,), (graph.planned.planner.call,), graph.planned.planner.around)
             (deepest,) = alone.deepest()
             if alone.peak_bytes((deepest,)) <= budget:
-                return self._tried.setdefault((graph,), deepest)
-        is_all = not (graph.breaks_off or graph.planned.planner.around.others)
-        taken, report = graph.planned.planner.within(budget, STEP if is_all else _first(1))
-        variant = graph.planned.variant(taken.place, taken.levers)
-        if not is_all:
-            return self._tried.setdefault((graph,), variant)
-        self._tell(report)
-        self._steps.add((graph,))
-        return self._variants.setdefault((graph,), variant)
+                return self._tried.setdefault(self._key([call]), deepest)
+        if not (graph.breaks_off or graph.planned.planner.around.others):
+            self._plan([call])
+            return self._variants[self._key([call])]
+        taken, _ = graph.planned.planner.within(budget, _first(1))
+        return self._tried.setdefault(self._key([call]), graph.planned.variant(taken.place, taken.levers))
 
     def call(self, graph: CompiledGraph, inputs: Sequence[Any]) -> Any:
         """Run one call of a graph. Errors: ``InfeasibleBudgetError``, before anything ran."""
-        before = self._begun()
-        key = (*(call.graph for call in before), graph)
+        before = self._begun(graph, inputs)
+        call = self._call_of(graph)
+        key = self._key([*before, call])
         known = self._variants.get(key)
-        call = Call(graph, known or Variant(0))
         if known is None:
             self._note(call, before, inputs)
-            call.variant = self._tried.get(key) or self._tried_variant(before, call)
+            known = self._tried.get(key) or self._tried_variant(before, call)
+        call.variant = known
         outputs = graph.under(call.variant, inputs, self._compile)(*inputs)
-        self._follow(call, outputs)
+        self._follow(call, inputs, outputs)
         return outputs
 
     # -- which step a call is in ------------------------------------------------------------------------------------------
 
-    def _begun(self) -> list[Call]:
-        """Return the calls that the next one continues; where there are none, plan for the step that was seen."""
+    def _begun(self, graph: CompiledGraph, inputs: Sequence[Any]) -> list[Call]:
+        """Return the calls that the next one continues; where there are none, plan for the step that was seen, and for what
+        is there as the next one begins."""
         step = self._step
         pending = [call for call in step if call.is_pending]
         if len(pending) < len(step):
@@ -216,18 +141,47 @@ class Calls:
                 places = {step.index(call): place for place, call in enumerate(pending)}
                 for call, inputs in zip(step, self._inputs_of(step), strict=True):
                     call.inputs = inputs.after(places)
-            self._step = pending
+            self._step, self._over = pending, step
+        if not pending and self._settings.budget_bytes is not None:
+            self._look_beside(graph, inputs)
         return pending
 
-    def _follow(self, call: Call, outputs: Any) -> None:
+    def _look_beside(self, graph: CompiledGraph, inputs: Sequence[Any]) -> None:
+        """Look at what is there as a step begins with a call of ``graph``; plan for it, where that is new."""
+        step, parameters = self._settings.step, _some_parameters(inputs)
+        if not step.accumulate and have_gradients(parameters):
+            loop = step.loop
+            clears = self._old_gradients.will_be_cleared(parameters, is_said=loop.zero_grad_before_backward)
+            step = replace(step, accumulate=not clears, loop=replace(loop, zero_grad_before_backward=clears))
+        held_bytes = sum(call.held_bytes for call in self._over)
+        room_bytes = self._room_bytes.get((Beside(step), graph), held_bytes)
+        self._beside = Beside(step, held_bytes if held_bytes > room_bytes else 0)
+        like = {key[1:]: calls for key, calls in self._steps.items() if calls[0].graph is graph}
+        for rest, calls in like.items():
+            if (self._beside, *rest) not in self._steps:
+                self._plan(calls)
+
+    def _follow(self, call: Call, inputs: Sequence[Any], outputs: Any) -> None:
         tensors = [(place, t) for place, t in enumerate(outputs) if isinstance(t, torch.Tensor)]
         node = next((t.grad_fn for _, t in tensors if t.grad_fn is not None), None)
         if node is None:
             return  # no backward comes
         call.outputs = tuple(_ref(t) for _, t in tensors)
         call.made = {storage_key(t): place for place, t in tensors}
-        step, place = self._step, len(self._step)
-        watch = _Node(lambda: step[place + 1] if place + 1 < len(step) else None, self._tell_of_retained)
+        once = {storage_key(t): t.untyped_storage() for _, t in tensors}.values()
+        call.storages = tuple((weakref.ref(storage), storage.nbytes()) for storage in once)
+        step, place, parameters = self._step, len(self._step), _some_parameters(inputs)
+        were_there = have_gradients(parameters)
+        self._old_gradients.note_call(parameters)
+
+        def begins() -> None:
+            if not any(call.has_run for call in step):
+                self._old_gradients.note_backward(parameters, were_there=were_there)
+
+        def next_call() -> Call | None:
+            return step[place + 1] if place + 1 < len(step) else None
+
+        watch = Node(begins, next_call, self._tell_of_retained)
         node.register_prehook(watch.runs)
         call.node = weakref.ref(watch)
         step.append(call)
@@ -238,7 +192,7 @@ class Calls:
         memory = call.graph.planned.planner.around.memory
         made = {key: Source(i, place) for i, each in enumerate(before) for key, place in each.made.items()}
         tensors = {storage_key(t): t for t in inputs if isinstance(t, torch.Tensor)}
-        keys = [storage_key(t) if isinstance(t, torch.Tensor) else next(_NUMBERS) for t in inputs]
+        keys = [storage_key(t) if isinstance(t, torch.Tensor) else next(NUMBERS) for t in inputs]
         nbytes = {key: weight_of(t, memory) for key, t in tensors.items() if key not in made}
         parameters = tuple(_ref(t) for t in inputs if isinstance(t, torch.nn.Parameter))
         call.inputs = Inputs(tuple(made.get(key, key) for key in keys), nbytes, parameters)
@@ -258,7 +212,7 @@ class Calls:
     def _tried_variant(self, before: Sequence[Call], call: Call) -> Variant:
         """Return what the last call of a step takes that is seen for the first time (NOTE, 3)."""
         calls, budget = [*before, call], self._settings.budget_bytes
-        key = tuple(each.graph for each in calls)
+        key = self._key(calls)
         planned, variants = self._planner_of(calls), [each.variant for each in before]
         with compiling_alone():
             found = planned.last_within(variants, math.inf if budget is None else budget)
@@ -277,27 +231,80 @@ class Calls:
     def _plan_step(self) -> None:
         """Plan for the step that was seen, if it is another one than those before. Where that is refused or interrupted,
         it is still to be done at the next call."""
-        key = tuple(call.graph for call in self._step)
-        if key not in self._steps:
-            planner = self._planner_of(self._step)
-            planner = replace(planner, around=planner.around.with_others())
-            with compiling_alone():
-                variants, report = planner.within(self._settings.budget_bytes)
-            self._tell(report)
-            for i, variant in enumerate(variants):
-                prefix = key[: i + 1]
-                self._variants[prefix] = max(variant, self._variants.get(prefix, variant))
-            self._steps.add(key)
+        if self._key(self._step) not in self._steps:
+            self._plan(self._step)
         self._tried, self._is_told = {}, False
 
-    def _planner_of(self, calls: Sequence[Call]) -> StepPlanner:
+    def _plan(self, calls: Sequence[Call]) -> None:
+        """Plan for a step of these calls, with what is there beside. Where no plan fits that, but one would without, the
+        step takes the least that it can, and a warning tells. Errors: ``InfeasibleBudgetError``."""
+        key, budget = self._key(calls), self._settings.budget_bytes
+        with compiling_alone():
+            try:
+                variants, report, run = self._planned(calls, budget)
+            except InfeasibleBudgetError as error:
+                if self._beside == Beside(self._settings.step):
+                    raise
+                if not any(other[1:] == key[1:] for other in self._steps):
+                    self._planned(calls, budget, Beside(self._settings.step))
+                variants, report, run = self._planned(calls, error.least_bytes)
+                self._warn_of_beside(report.predicted_peak_bytes, error)
+        self._tell(report)
+        for i, variant in enumerate(variants):
+            prefix = key[: i + 2]
+            self._variants[prefix] = max(variant, self._variants.get(prefix, variant))
+        if budget is not None:
+            first = self._beside, calls[0].graph
+            room_bytes = max(run.room_in_forwards_bytes, budget - run.needed_bytes)
+            self._room_bytes[first] = min(room_bytes, self._room_bytes.get(first, room_bytes))
+        self._steps[key] = tuple(
+            replace(call, inputs=None, made={}, outputs=(), storages=(), node=None) for call in calls
+        )
+
+    def _planned(
+        self, calls: Sequence[Call], budget: int | None, beside: Beside | None = None
+    ) -> tuple[tuple[Variant, ...], CompiledReport, StepRun]:
+        graph = calls[0].graph.planned
+        assert graph is not None
+        planner, usual = self._planner_of(calls, beside or self._beside), Beside(self._settings.step)
+        if len(calls) > 1 or graph.planner.around.others:
+            return replace(planner, around=planner.around.with_others()).within(budget)
+        alone = graph.planner if (beside or self._beside) == usual else graph.planner.beside(planner.around)
+        taken, report = alone.within(budget)
+        return (graph.variant(taken.place, taken.levers),), report, taken.run
+
+    def _call_of(self, graph: CompiledGraph) -> Call:
+        return Call(graph, Variant(0), outputs_stay=self._settings.step.loop.keeps_output)
+
+    def _key(self, calls: Sequence[Call]) -> Key:
+        return self._beside, *(call.graph for call in calls)
+
+    def _warn_of_beside(self, peak_bytes: int, error: InfeasibleBudgetError) -> None:
+        if self._is_beside_told:
+            return
+        self._is_beside_told = True
+        step = self._beside.step
+        what = "outputs of the step before are still referred to"
+        if step != self._settings.step:
+            clears = step.loop.zero_grad_before_backward
+            told = "clears only after it" if clears else "does not clear, but adds to or fills with zeros"
+            what = f"gradients are there, which the loop {told}"
+        warnings.warn(
+            f"as the forward of a compiled step begins, {what}: with these the step's peak is {in_units(peak_bytes)}, the "
+            f"least that a plan reaches, above the budget of {in_units(error.budget_bytes)}. Let go of them before the "
+            f"forward, for gradients by optimizer.zero_grad(), or raise the budget to {error.least_bytes} bytes",
+            stacklevel=level_of_user(),
+        )
+
+    def _planner_of(self, calls: Sequence[Call], beside: Beside | None = None) -> StepPlanner:
+        beside = beside or self._beside
         graphs = tuple(call.graph.planned for call in calls if call.graph.planned is not None)
         arounds = [graph.planner.around for graph in graphs]
         inputs = self._inputs_of(calls)
         made = {s for call, each in zip(calls, inputs, strict=True) for s in call.made if s not in each.nbytes}
         nbytes = {s: weight for each in inputs for s, weight in each.nbytes.items()}
         parameters = [p for each in inputs for ref in each.parameters if (p := ref()) is not None]
-        around = joined(arounds, nbytes, parameters, made, self._settings.step)
+        around = beside.around(joined(arounds, nbytes, parameters, made, beside.step))
         stay = [call.outputs_stay for call in calls]
         return StepPlanner(
             graphs, tuple(GraphCall(each.sources, s) for each, s in zip(inputs, stay, strict=True)), around
@@ -310,8 +317,9 @@ class Calls:
         return [call.inputs or self._noted[key[: i + 1]].later(there) for i, call in enumerate(calls)]
 
 
-_NUMBERS = itertools.count(-1, -1)
-"""Of what is no storage that lives."""
+def _some_parameters(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Return those of a call's inputs that are asked whether they have a gradient."""
+    return some_of([t for t in inputs if isinstance(t, torch.nn.Parameter) and t.requires_grad])
 
 
 def _first(num_calls: int) -> str:

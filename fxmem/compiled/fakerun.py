@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from fxmem.errors import FxMemError, ProfileError, first_lines
 from fxmem.fake.attention import torch_release
 from fxmem.ir import Phase
 from fxmem.profiling.allocator_state import MOST_UNSPLIT_BYTES
+from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.roofline import Hardware, flops_of
 from fxmem.profiling.step_events import StepLog
 from fxmem.profiling.storage_tracker import StorageTracker
@@ -59,10 +61,6 @@ class GraphCall:
 
     def sources(self, graph: LoweredGraph) -> Sequence[Source | int]:
         return self.inputs or range(len(graph.inputs))
-
-
-ALONE = (GraphCall(),)
-"""A step that is one call of one graph."""
 
 
 class LoweredGraph:
@@ -181,14 +179,22 @@ class _Run:
     def step(self) -> StepRun:
         tracker, around = self._tracker, self._around
         self._hold_present()
+        let_go = tracker.repeat(("alloc", i, nbytes) for i, nbytes in enumerate(around.in_forwards))
         saved = [self._run_forward(graph, call) for graph, call in zip(self._graphs, self._calls, strict=True)]
         for call, outputs in zip(self._calls, self._outputs, strict=True):
             if not call.outputs_stay:
                 outputs.clear()
-        forward_peak, saved_bytes = self._peak_since(), tracker.live_bytes
-        free_loss = tracker.repeat(around.loss)
+        saved_bytes, peaks = tracker.live_bytes, list[int]()
+
+        def no_event() -> Iterator[Allocation]:
+            """Between a loss outside of the graphs and its backward."""
+            peaks.append(self._peak_since())
+            let_go()
+            tracker.peak_bytes = tracker.live_bytes
+            yield from ()
+
+        free_loss = tracker.repeat(chain(around.loss, no_event(), around.loss_backward))
         tracker.keep_workspaces(around.libraries)
-        loss_peak = self._peak_since()
         for number in reversed(range(len(saved))):
             self._run_backward(number, saved.pop())
         backward_peak = self._peak_since()
@@ -198,7 +204,8 @@ class _Run:
         self._log.phase_starts(Phase.OPTIMIZER)
         tracker.repeat(around.optimizer)
         floor = self._peak_since()
-        peak = max(forward_peak, loss_peak, backward_peak, floor)
+        (forward_peak,) = peaks
+        peak = max(forward_peak, backward_peak, floor)
         self._outputs.clear()
         self._gradients.clear()
         allocated = self._allocated(peak)

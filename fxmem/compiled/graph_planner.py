@@ -16,7 +16,7 @@ from torch import fx
 
 from fxmem.compiled import emit
 from fxmem.compiled.choice import Candidates, Choices, P, Taken
-from fxmem.compiled.fakerun import ALONE, LoweredGraph, run_step
+from fxmem.compiled.fakerun import GraphCall, LoweredGraph, run_step
 from fxmem.compiled.joint import JointGraph
 from fxmem.compiled.kernels import Kernels
 from fxmem.compiled.levers import Levers, lays_out
@@ -29,6 +29,7 @@ from fxmem.errors import InfeasibleBudgetError
 from fxmem.frontiers import recomputing_frontier
 from fxmem.ir import FrontierPoint, GraphProfile, Plan
 from fxmem.passes.context import Settings
+from fxmem.planners.simulate import simulate
 from fxmem.profiling.roofline import Hardware, hardware_for
 from fxmem.progress import check_interrupted, stage
 from fxmem.user_frames import level_of_user
@@ -54,6 +55,8 @@ class GraphPlanner:
     candidates: Candidates[FrontierPoint]
     as_laid_out: Candidates[FrontierPoint] | None
     """The same, lowered with convolutions laid out as they are; None where that changes nothing."""
+    call: GraphCall
+    """Of the graph, where a step is one call of it."""
     measures: bool
     """Whether convolutions are timed in both."""
     started_at: float
@@ -80,6 +83,7 @@ class GraphPlanner:
             settings.planner,
             settings.plan_seconds,
             settings.measure,
+            settings.step.loop,
         )
         if key not in _KNOWN:
             while len(_KNOWN) >= MOST_KEPT:
@@ -88,7 +92,31 @@ class GraphPlanner:
             _KNOWN[key] = candidates, Candidates(candidates.points) if lays_out(joint) else None
         usual, as_laid_out = _KNOWN[key]
         measures = settings.measure and as_laid_out is not None
-        return GraphPlanner(kernels, profile, around, hardware, static, usual, as_laid_out, measures, start)
+        call = GraphCall(outputs_stay=settings.step.loop.keeps_output)
+        return GraphPlanner(kernels, profile, around, hardware, static, usual, as_laid_out, call, measures, start)
+
+    def beside(self, around: Surroundings) -> GraphPlanner:
+        """Return the same with other surroundings, which differ in ``present`` and ``in_forwards`` alone: what was lowered
+        need not be again."""
+        profile = profile_of(self.kernels, around, self.hardware)
+        present_bytes = sum(around.present) - sum(self.around.present)
+        in_forwards_bytes = sum(around.in_forwards) - sum(self.around.in_forwards)
+        peaks = [simulate(profile, point.plan).peak_bytes for point in self.candidates.points]
+        points = tuple(replace(point, peak_bytes=p) for point, p in zip(self.candidates.points, peaks, strict=True))
+
+        def moved(candidates: Candidates[FrontierPoint]) -> Candidates[FrontierPoint]:
+            runs = {place: run.beside(present_bytes, in_forwards_bytes) for place, run in candidates.runs.items()}
+            return Candidates(points, runs)
+
+        as_laid_out = None if self.as_laid_out is None else moved(self.as_laid_out)
+        return replace(
+            self,
+            profile=profile,
+            around=around,
+            candidates=moved(self.candidates),
+            as_laid_out=as_laid_out,
+            started_at=time.perf_counter(),
+        )
 
     def again(self, joint: fx.GraphModule, static: Sequence[int] | None) -> GraphPlanner:
         """Return the same for the same graph, traced once more: its plans, written into the new nodes."""
@@ -138,7 +166,7 @@ class GraphPlanner:
 
     def _run(self, point: FrontierPoint, layouts_left: bool, enough_bytes: float) -> StepRun:
         def run(graph: LoweredGraph) -> StepRun:
-            found = run_step([graph], ALONE, self.around, self.hardware, measures=self.measures)
+            found = run_step([graph], [self.call], self.around, self.hardware, measures=self.measures)
             return replace(found, loses_writes=graph.loses_writes)
 
         graph = self.lowered(point.plan, Levers(layouts_left))

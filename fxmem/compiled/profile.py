@@ -74,7 +74,7 @@ def _forward_ticks(kernels: Kernels, index: Places, around: Surroundings) -> lis
     for i, kernel in enumerate(kernels.kernels):
         last.update(dict.fromkeys(kernel.sources, i))
     outputs = [v for k in kernels.kernels if k.why_not == "an output" for v in k.values]
-    fixed, ticks = around.fixed_bytes, []
+    fixed, ticks = around.fixed_bytes + sum(around.in_forwards), []
     for i, kernel in enumerate(kernels.kernels):
         creates = tuple(index[v] for v in kernel.values)
         gone = tuple(index[v] for v, place in last.items() if place == i and v not in outputs)

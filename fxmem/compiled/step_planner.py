@@ -76,7 +76,7 @@ class StepPlanner:
     calls: tuple[GraphCall, ...]
     around: Surroundings
 
-    def within(self, budget_bytes: int | None) -> tuple[tuple[Variant, ...], CompiledReport]:
+    def within(self, budget_bytes: int | None) -> tuple[tuple[Variant, ...], CompiledReport, StepRun]:
         """Return how each call's graph is to be compiled. Errors: ``InfeasibleBudgetError``."""
         start = time.perf_counter()
         frontiers = [graph.planner.candidates.points for graph in self.graphs]
@@ -94,7 +94,7 @@ class StepPlanner:
             plan_seconds=time.perf_counter() - start,
             num_calls=len(self.calls),
         )
-        return self._variants(taken.point.places, taken.levers), report
+        return self._variants(taken.point.places, taken.levers), report, taken.run
 
     def last_within(self, before: Sequence[Variant], budget_bytes: float) -> Variant | None:
         """Return the cheapest way to compile the last call's graph that keeps the budget, given those before it; None if

@@ -12,6 +12,7 @@ class StepRun:
 
     peak_bytes: int
     forward_peak_bytes: int
+    """Before the backward: of the forwards and of a loss outside of the graphs."""
     saved_bytes: int
     """Alive between forward and backward, outputs included."""
     backward_peak_bytes: int
@@ -39,6 +40,28 @@ class StepRun:
     def needed_bytes(self) -> int:
         """The least budget that it keeps."""
         return max(self.peak_bytes, self.most_bytes)
+
+    @property
+    def room_in_forwards_bytes(self) -> int:
+        """What may be there beside until the backward begins, and the step takes no more."""
+        return max(self.backward_peak_bytes, self.floor_bytes, self.forward_peak_bytes) - self.forward_peak_bytes
+
+    def beside(self, present_bytes: int, in_forwards_bytes: int) -> StepRun:
+        """Return the same step where so much more is there: until it is over, and until the backward begins."""
+        before = max(self.forward_peak_bytes, self.backward_peak_bytes, self.floor_bytes)
+        forward = self.forward_peak_bytes + present_bytes + in_forwards_bytes
+        backward, floor = self.backward_peak_bytes + present_bytes, self.floor_bytes + present_bytes
+        more = max(forward, backward, floor) - before
+        return replace(
+            self,
+            peak_bytes=self.peak_bytes + more,
+            forward_peak_bytes=forward,
+            saved_bytes=self.saved_bytes + present_bytes + in_forwards_bytes,
+            backward_peak_bytes=backward,
+            end_bytes=self.end_bytes + present_bytes,
+            most_bytes=self.most_bytes and self.most_bytes + more,
+            floor_bytes=floor,
+        )
 
 
 def least_of(usual: StepRun, enough_bytes: float, tight: Callable[[], StepRun]) -> StepRun:

@@ -33,10 +33,15 @@ class Surroundings:
     present: tuple[int, ...] = ()
     """Bytes of each storage that is there before the first step: parameters, buffers, batch, gradients of earlier
     micro-batches."""
+    in_forwards: tuple[int, ...] = ()
+    """The same of what is there too while forwards run, and goes before the backward: gradients that are still to be
+    cleared, outputs of the step before."""
     state: tuple[int, ...] = ()
     """The same of the optimizer's state."""
     loss: tuple[Allocation, ...] = ()
-    """Of a loss outside of the graph and its backward, above the forward's outputs, until their gradients are there."""
+    """Of a loss outside of the graph, above the forward's outputs."""
+    loss_backward: tuple[Allocation, ...] = ()
+    """Of its backward, until the outputs' gradients are there."""
     targets: tuple[int, ...] = ()
     """Bytes of what that loss is given beside the output, which are in ``present`` too."""
     loss_left: tuple[int, ...] = ()
@@ -70,12 +75,12 @@ class Surroundings:
     @property
     def loss_peak_bytes(self) -> int:
         """The most that a loss outside of the graph holds while it and its backward run, above the forward's outputs."""
-        return _repeated(self.loss).peak_bytes
+        return _repeated((*self.loss, *self.loss_backward)).peak_bytes
 
     @property
     def held_in_backward_bytes(self) -> int:
         """Of that, what is there while the compiled backward runs, beside gradients of the forward's outputs."""
-        return _repeated(self.loss).live_bytes
+        return _repeated((*self.loss, *self.loss_backward)).live_bytes
 
 
 def _repeated(events: Iterable[Allocation]) -> StorageTracker:
@@ -124,10 +129,11 @@ def _with_parameters(around: Surroundings, step: TrainingStep, parameters: Seque
     groups = step.optimizer.param_groups if isinstance(step.optimizer, torch.optim.Optimizer) else []
     others = [p for group in groups for p in group["params"] if id(p) not in seen]
     weights = [weight_of(p, around.memory) for p in others]
-    weights += (_gradient_bytes(p, around.memory) for p in parameters if step.accumulate)
+    old = [_gradient_bytes(p, around.memory) for p in parameters if step.begins_with_gradients]
     gradients = (_gradient_bytes(p, around.memory) for p in others)
-    present = tuple(filter(None, (*around.present, *weights)))
-    around = replace(around, present=present, others=tuple(filter(None, gradients)))
+    present = tuple(filter(None, (*around.present, *weights, *(old if step.accumulate else ()))))
+    cleared = () if step.accumulate else tuple(filter(None, old))
+    around = replace(around, present=present, in_forwards=cleared, others=tuple(filter(None, gradients)))
     every = (*parameters, *others)
     return _with_optimizer(around, step, every) if any(p.requires_grad for p in every) else around
 
@@ -145,7 +151,8 @@ def weight_of(tensor: torch.Tensor, memory: DeviceMemory) -> int:
 
 
 def _with_optimizer(around: Surroundings, step: TrainingStep, parameters: Sequence[torch.Tensor]) -> Surroundings:
-    """Return ``around`` with the optimizer's state and its step."""
+    """Return ``around`` with the optimizer's state and its step. Gradients are none of it."""
+    step = replace(step, accumulate=False, loop=replace(step.loop, zero_grad_before_backward=False))
     world, tracker = FakeWorld(), StorageTracker(memory=around.memory)
     seen = usual_step(step, parameters) or RecordedStep(usual_gradients(parameters))
     with world.active(), ScalarReads(), compiler_says_eager():
@@ -183,19 +190,23 @@ def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surround
         loss_fn = step.loss_on(targets)
         learning = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         given_by_model = {storage_key(t) for t in tree_leaves(output) if isinstance(t, torch.Tensor)}
-        with tracker.noting() as noted, tracker:
+        with tracker.noting() as forward, tracker:
             loss = default_loss(output) if loss_fn is None else loss_fn(output)
+        with tracker.noting() as backward, tracker:
             root = torch.ones_like(loss)  # which a backward holds to its end
             gradients = torch.autograd.grad(loss, learning, root, allow_unused=True)
         with tracker.noting() as freed:
             del gradients
+    made = {serial for _, serial, _ in _of_blocks((*forward, *backward, *freed))}
+    forward, backward = ([e for e in each if e[1] in made] for each in (forward, [*backward, *freed]))
     given = {storage_key(t): t for t in targets if isinstance(t, torch.Tensor)}.values()
     weights = tuple(filter(None, (weight_of(t, around.memory) for t in given)))
     return replace(
         around,
         present=(*around.present, *weights),
         targets=weights,
-        loss=_of_blocks((*noted, *freed)),
+        loss=tuple(forward),
+        loss_backward=tuple(backward),
         loss_left=() if storage_key(loss) in given_by_model else (weight_of(loss, around.memory),),
         libraries={**around.libraries, **tracker.workspaces},
     )

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fxmem.api.module import optimize_
-from fxmem.api.planned_class import FxMemModule
+from fxmem.api.planned_class import FxMemModule, PlannedModule
 from fxmem.errors import InputError
 from fxmem.profiling.training_step import Loop, TrainingStep
 
@@ -34,7 +34,13 @@ class FxMemCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Optimize the module in place."""
-        if stage != "fit" or any(isinstance(module, FxMemModule) for module in pl_module.modules()):
+        if self._options.get("backend", "eager") != "eager":
+            raise InputError(
+                "what a training_step logs is no part of a graph, so it cannot be compiled as a whole: compile the network "
+                'in it, in configure_model: self.net = fxmem.optimize(self.net, x, budget_gb=8, backend="inductor", '
+                "optimizer=..., loss_fn=..., targets=...)"
+            )
+        if stage != "fit" or any(isinstance(module, PlannedModule) for module in pl_module.modules()):
             return
         if not pl_module.automatic_optimization:
             raise InputError(

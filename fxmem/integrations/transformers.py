@@ -16,8 +16,9 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from fxmem.api.module import optimize_
-from fxmem.api.planned_class import FxMemModule
+from fxmem.api.planned_class import PlannedModule
 from fxmem.api.prepare import prepare as prepare_for_batches
+from fxmem.errors import InputError
 from fxmem.profiling.training_step import Loop, TrainingStep
 
 
@@ -42,9 +43,14 @@ class FxMemCallback(TrainerCallback):
         prepare: bool = False,
         **options: Any,
     ) -> None:
+        if prepare and options.get("backend", "eager") != "eager":
+            raise InputError(
+                "prepare= is for the eager backend: each size of a batch is compiled by itself; leave it out, and pad "
+                "batches to few lengths"
+            )
         self._options: dict[str, Any] = {"budget_gb": budget_gb, "budget": budget, **options}
         self._prepare = prepare
-        self._ours: FxMemModule | None = None
+        self._ours: PlannedModule | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         if _optimized_in(model) is None:
@@ -62,7 +68,7 @@ class FxMemCallback(TrainerCallback):
     ) -> None:
         _without_checkpointing(model)
         if self._ours is not None and not self._options.keys() & {"step", "optimizer", "accumulate"}:
-            self._ours.fxmem.plan_anew(self._step_of(args, optimizer))
+            self._ours._fxmem.plan_anew(self._step_of(args, optimizer))
         ours = _optimized_in(model)
         if self._prepare and ours is not None:
             ours.train()
@@ -108,6 +114,6 @@ _CHECKPOINTING = (
 """What transformers calls it, and what it called it before."""
 
 
-def _optimized_in(model: torch.nn.Module) -> FxMemModule | None:
+def _optimized_in(model: torch.nn.Module) -> PlannedModule | None:
     """Return the first optimized module in ``model``, itself included."""
-    return next((module for module in model.modules() if isinstance(module, FxMemModule)), None)
+    return next((module for module in model.modules() if isinstance(module, PlannedModule)), None)

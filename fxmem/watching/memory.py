@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fxmem.api.budget import parse_bytes
-from fxmem.api.planned_class import FxMemModule
+from fxmem.api.planned_class import PlannedModule
 from fxmem.api.track import all_tensors
 from fxmem.errors import InputError, in_units
 from fxmem.profiling.storage_tracker import tensors_of
@@ -42,7 +42,7 @@ class MemoryWatch:
         self.num_steps = 0
         """That have ended."""
         self._callback, self._start = callback, time.perf_counter()
-        self._models = [each for each in holders if isinstance(each, FxMemModule)]
+        self._models = [each for each in holders if isinstance(each, PlannedModule)]
         self._gauges: list[Gauge] = []
         for device in devices:
             if device.type == "cuda":
@@ -152,7 +152,7 @@ def watch(
 
 
 def _planned_budget(holders: Sequence[Any]) -> int | None:
-    budgets = [each.fxmem.settings.budget_bytes for each in holders if isinstance(each, FxMemModule)]
+    budgets = [each.fxmem.settings.budget_bytes for each in holders if isinstance(each, PlannedModule)]
     return max((each for each in budgets if each is not None), default=None)
 
 

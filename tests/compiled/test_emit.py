@@ -15,7 +15,7 @@ from torch import fx
 
 from fxmem.api.arguments import settings_of
 from fxmem.compiled import emit
-from fxmem.compiled.fakerun import ALONE, run_step
+from fxmem.compiled.fakerun import GraphCall, run_step
 from fxmem.compiled.graph_planner import GraphPlanner
 from fxmem.compiled.joint import is_tangent, outputs_of
 from fxmem.compiled.levers import Levers
@@ -88,7 +88,7 @@ def test_code_runs_on_fakes_as_often_as_it_is_asked_to() -> None:
     )
     code = planner.lowered(planner.candidates.points[0].plan, Levers())
     first, again, tight = (
-        run_step([each], ALONE, planner.around, planner.hardware) for each in (code, code, code.tight())
+        run_step([each], [GraphCall()], planner.around, planner.hardware) for each in (code, code, code.tight())
     )
     assert again == first
     assert tight.seconds >= first.seconds
@@ -116,7 +116,7 @@ def test_a_mask_that_is_drawn_again_for_two_kernels_is_a_byte_for_each_element()
     planner, _ = planner_of(lambda x, w: F.dropout(x @ w, 0.5) @ w, torch.randn(32, 32), torch.randn(32, 32))
     limits = [KEEP if s.recipe is None else len(planner.profile.recipes) for s in planner.profile.storages]
     code = planner.lowered(Plan("all again", tuple(limits)), Levers(tight_backward=True))
-    run_step([code], ALONE, planner.around, planner.hardware)
+    run_step([code], [GraphCall()], planner.around, planner.hardware)
     assert code._backward_code is not None
     made = re.findall(r"empty_strided_cpu\(\(32, 32\), \(32, 1\), torch\.(\w+)\)", code._backward_code.source)
     assert made.count("uint8") == 1

@@ -123,3 +123,8 @@ def test_a_module_that_holds_an_optimized_one_is_left_as_it_is() -> None:
     module.layers = fxmem.optimize(module.layers, budget=10**9)
     FxMemCallback(budget="70%").setup(None, module, "fit")
     assert type(module) is Net
+
+
+def test_a_module_that_logs_is_not_compiled_but_the_network_in_it() -> None:
+    with pytest.raises(fxmem.InputError, match="compile the network in it"):
+        fitted([FxMemCallback(budget="2MB", backend="inductor")], made())

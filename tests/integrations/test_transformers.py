@@ -1,6 +1,7 @@
 """FxMemCallback in the Trainer of transformers: prepared for the worst batch, a loader of many lengths costs one plan."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,13 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def texts() -> list[dict[str, Tensor]]:
+def texts(lengths: Sequence[int]) -> list[dict[str, Tensor]]:
     torch.manual_seed(1)
-    lengths = [length - short for length in LENGTHS for short in range(ROWS)]
-    return [{"input_ids": torch.randint(1, 64, (length,))} for length in lengths]
+    rows = [length - short for length in lengths for short in range(ROWS)]
+    return [{"input_ids": torch.randint(1, 64, (length,))} for length in rows]
 
 
-def trained(folder: Path, callbacks: list[Any]) -> Any:
+def trained(folder: Path, callbacks: list[Any], lengths: Sequence[int] = LENGTHS) -> Any:
     """Return the Trainer that made one step of each length."""
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainingArguments
@@ -51,14 +52,14 @@ def trained(folder: Path, callbacks: list[Any]) -> Any:
     arguments = TrainingArguments(
         str(folder),
         per_device_train_batch_size=ROWS,
-        max_steps=len(LENGTHS),
+        max_steps=len(lengths),
         logging_steps=1,
         save_strategy="no",
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
     )
-    made = InOrder(gpt2(), arguments, train_dataset=texts(), data_collator=padded, callbacks=callbacks)
+    made = InOrder(gpt2(), arguments, train_dataset=texts(lengths), data_collator=padded, callbacks=callbacks)
     made.train()
     return made
 
@@ -101,3 +102,22 @@ def test_the_callback_prepares_for_the_worst_batch_of_the_loader(
     assert ours.model.fxmem.report.dropped_bytes > 0
     assert max(peaks) <= budget
     assert losses(ours) == losses(trained(tmp_path / "eager", []))
+
+
+@pytest.mark.slow
+def test_the_callback_compiles_the_model_where_that_is_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    import_torchvision()
+    from fxmem.integrations.transformers import FxMemCallback
+
+    lengths, options = (16, 16, 16), {"backend": "inductor", "cost": "cpu", "plan_seconds": 1.0}
+    eager = losses(trained(tmp_path / "eager", [], lengths))
+    trainer = trained(tmp_path / "compiled", [FxMemCallback(budget="2MB", **options)], lengths)
+    assert isinstance(trainer.model, fxmem.CompiledModule)
+    assert losses(trainer) == pytest.approx(eager, rel=0.2)  # dropout draws other masks
+    report = trainer.model.fxmem.report
+    assert report.predicted_peak_bytes <= 2_000_000
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+    with pytest.raises(fxmem.InputError, match="prepare= is for the eager backend"):
+        FxMemCallback(budget="2MB", prepare=True, **options)

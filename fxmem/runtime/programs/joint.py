@@ -45,6 +45,7 @@ from fxmem.progress import log
 from fxmem.runtime.autocast import Autocast, Regions
 from fxmem.runtime.host_memory import set_aside
 from fxmem.runtime.layout import View
+from fxmem.runtime.old_gradients import some_of
 from fxmem.runtime.programs.instructions import Recording
 from fxmem.runtime.programs.program import Program, programs_of
 from fxmem.runtime.programs.program_call import OnFakes, ProgramCall, gated
@@ -55,20 +56,12 @@ from fxmem.runtime.recompute import random_states_kept
 from fxmem.runtime.step_in_backward import num_processes
 from fxmem.torch_private import current_backward, has_saved_tensor_hooks, storage_key
 
-NUM_LOOKED_AT = 4
-"""Parameters that are asked whether they have a gradient."""
-
 Run = Callable[[Callable[..., Any], Sequence[Any]], Sequence[Any]]
 """Calls a graph with leaves, as calls of it are made; returns the leaves of its output."""
 Judge = Callable[[Callable[[Sequence[Any]], Sequence[Any]], Sequence[Any]], int]
 """Says by how many bytes a step exceeds its budget. It is given what runs a call on fakes, and the leaves of a real one."""
 
 _late_hooks_of = attrgetter("_post_accumulate_grad_hooks")
-
-
-def some_of(parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return those that are asked whether they have a gradient, spread over the model."""
-    return tuple(parameters[:: max(1, len(parameters) // NUM_LOOKED_AT)])
 
 
 class JointSteps:
