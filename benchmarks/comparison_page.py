@@ -93,7 +93,31 @@ def _compiled_beside_torch(rows: list[Row]) -> Iterator[str]:
         f"{len(verdicts)} points, lost {sum(v.lost for v in verdicts)}; of the {len(right)} where torch's gradients are "
         f"right, lost {sum(v.lost for v in right)}. {' '.join(_least_of_compiled(rows))}"
     )
+    yield from ("", with_both_backends(rows))
     yield ""
+
+
+def with_both_backends(rows: list[Row]) -> str:
+    """Return a sentence on where neither of fxmem's backends is ahead of a peer."""
+    points: dict[tuple[str, str], list[Verdict]] = {}
+    for verdict in (*verdicts_in(rows), *verdicts_in(rows, OURS_COMPILED)):
+        points.setdefault((verdict.model, verdict.peer), []).append(verdict)
+    lost = [verdicts[0] for verdicts in points.values() if all(v.lost for v in verdicts)]
+    num_beaten = sum(_is_beaten(verdict, rows) for verdict in lost)
+    return (
+        f"With the better of both backends fxmem's extra time is not above the peer's, beyond the spread, at "
+        f"{len(points) - len(lost)} of {len(points)} points ({1 - len(lost) / len(points):.1%}); at {num_beaten} of the "
+        f"other {len(lost)} a measured step of fxmem takes less time than the peer's, and no more memory."
+    )
+
+
+def _is_beaten(verdict: Verdict, rows: list[Row]) -> bool:
+    """True if a step of fxmem takes less time than the peer's, in no more memory: whatever each compiler brings."""
+    return any(
+        row.time_ratio < verdict.peer_ratio and row.peak_bytes <= verdict.peer_bytes
+        for row in rows
+        if row.model == verdict.model and row.way.startswith("fxmem") and row.time_ratio and row.peak_bytes
+    )
 
 
 def _least_of_compiled(rows: list[Row]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from benchmarks.comparison_page import (
     percent,
     right_of,
     verdicts_in,
+    with_both_backends,
 )
 from benchmarks.compiled import told as compiled_steps
 from benchmarks.compiled_budgets import told as compiled_budgets
@@ -158,6 +159,7 @@ def _in_inductors_seat(rows: list[Row]) -> str:
         f"fxmem's own compiled steps (`backend=\"inductor\"`: the compiler's numbers, not eager's bits) lose at "
         f"{sum(v.lost for v in verdicts)} of {len(verdicts)} points on {len({v.model for v in verdicts})} models, and at "
         f"{sum(v.lost for v in right)} of the {len(right)} where that budget's gradients are within 1e-3 of the reference. "
+        f"{with_both_backends(rows)} "
     )
 
 

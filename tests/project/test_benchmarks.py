@@ -18,6 +18,7 @@ from benchmarks import (
     published,
     verdicts,
 )
+from benchmarks.comparison_page import with_both_backends
 from benchmarks.keeping_seconds import keeping_seconds
 from benchmarks.measure import Row, largest_relative_error, measure, quartiles, turns
 from benchmarks.results_file import RESULTS, load_rows, save_rows, where_measured
@@ -141,6 +142,24 @@ def test_the_compiled_backend_is_compared_at_torchs_own_points_by_its_compilers_
     assert verdict.note == "peer's gradients wrong"
     assert not verdict.lost
     assert not list(verdicts.verdicts_of(rows, "m"))
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "own", "said"),
+    [
+        (1.1, 2.0, 2.0, "at 1 of 1 points (100.0%); at 0 of the other 0"),
+        (2.0, 0.95, 1.1, "at 1 of 1 points (100.0%); at 0 of the other 0"),
+        (2.0, 0.85, 1.3, "at 0 of 1 points (0.0%); at 1 of the other 1"),
+        (2.0, 0.95, 1.3, "at 0 of 1 points (0.0%); at 0 of the other 1"),
+    ],
+)
+def test_a_point_is_lost_where_neither_backend_is_ahead(eager: float, compiled: float, own: float, said: str) -> None:
+    rows = [
+        Row("m", "p", "inductor", 0.5, peak_bytes=50, time_ratio=0.9, own_ratio=1.2),
+        Row("m", "fxmem at p", "fxmem", 50, peak_bytes=49, time_ratio=eager),
+        Row("m", "fxmem, inductor at p", "fxmem, inductor", 50, peak_bytes=49, time_ratio=compiled, own_ratio=own),
+    ]
+    assert said in with_both_backends(rows)
 
 
 @pytest.mark.slow
