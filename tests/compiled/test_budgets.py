@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -77,25 +78,39 @@ def test_no_budget_is_exceeded_and_less_memory_never_costs_less_time(
     check_plans(*seen[0])
 
 
+def gradients(function: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of all but the first tensor, in double precision; zeros where one is not read."""
+    x, *weights = (t.detach() for t in tensors)
+    weights = [w.requires_grad_() for w in weights]
+    found = torch.autograd.grad(function(x, *weights), weights, allow_unused=True, materialize_grads=True)
+    return [g.double() for g in found]
+
+
+def rounding_errors(function: Any) -> list[float]:
+    """Return how far eager's gradients are off, each at its most on six inputs that are nearly the same: a step that
+    magnifies what is rounded has little of it to magnify on some."""
+    errors = []
+    for seed in range(6):
+        draw = torch.Generator().manual_seed(seed)
+        nearby = [t.detach() * (1 + 2**-20 * torch.randn(t.shape, generator=draw)) for t in inputs()]
+        precise = gradients(function, [t.double() for t in nearby])
+        errors.append([(a - b).norm().item() for a, b in zip(gradients(function, nearby), precise, strict=True)])
+    return [max(each) for each in zip(*errors, strict=True)]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(30))
 def test_gradients_of_compiled_steps_are_eagers_but_for_rounding(seed: int) -> None:
     """What is generated for kernels is right: keeping all, and at the least peak."""
     function = random_function(seed, (8, 16), WITHOUT_RANDOM)
-    x, *weights = inputs()
-    precise = torch.autograd.grad(function(x.double(), *(w.double() for w in weights)), weights, allow_unused=True)
-    expected = torch.autograd.grad(function(x, *weights), weights, allow_unused=True)
+    precise, errors = gradients(function, [t.double() for t in inputs()]), rounding_errors(function)
     with pytest.raises(fxmem.InfeasibleBudgetError) as refused:
-        torch.compile(function, backend=fxmem.backend(budget="1kB", **OPTIONS), dynamic=False)(x, *weights)
+        torch.compile(function, backend=fxmem.backend(budget="1kB", **OPTIONS), dynamic=False)(*inputs())
     for budget in (refused.value.least_bytes, "1GiB"):
         torch._dynamo.reset()
         compiled = torch.compile(function, backend=fxmem.backend(budget=budget, **OPTIONS), dynamic=False)
-        found = torch.autograd.grad(compiled(x, *weights), weights, allow_unused=True)
-        for one, other, right in zip(found, expected, precise, strict=True):
-            if one is None:
-                assert right is None or right.count_nonzero() == 0
-                continue
-            assert (one - right).norm() <= 3 * (other - right).norm() + 1e-5 * right.norm()
+        for found, right, error in zip(gradients(compiled, inputs()), precise, errors, strict=True):
+            assert (found - right).norm() <= 3 * error + 1e-5 * right.norm()
 
 
 @pytest.mark.exhaustive
