@@ -67,11 +67,12 @@ def _buffers_before(kernels: Kernels) -> Sources:
     """Return the buffers that inputs and values before the backward are, or are computed from where the backward computes
     them again inside of its kernels."""
     buffers: Sources = {node: (node,) for node in kernels.joint.inputs}
-    device_type = kernels.joint.device_type
-    for node in kernels.joint.before_backward():
+    joint, device_type = kernels.joint, kernels.joint.device_type
+    for node in joint.before_backward():
         read = united(buffers, node)
         num_readers = sum(is_generated(reader) for reader in readers_of(node))
-        is_fused = is_pointwise(node) and not why_not_again(node) and not _is_much(len(read), num_readers, device_type)
+        may_fuse = is_pointwise(node) and not why_not_again(node) and node not in joint.read_once
+        is_fused = may_fuse and not _is_much(len(read), num_readers, device_type)
         buffers[node] = read if is_fused or kernels.sources.get(node) != (node,) else (node,)
     return buffers
 

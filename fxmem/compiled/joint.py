@@ -41,23 +41,27 @@ class JointGraph:
     """What only the backward needs, and can be computed before it."""
     backward: tuple[fx.Node, ...]
     """What depends on a tangent."""
+    read_once: frozenset[fx.Node]
+    """What the backward needs and is computed from inputs that the forward writes over: it cannot be computed later."""
 
     @staticmethod
     def of(graph_module: fx.GraphModule, num_outputs: int) -> JointGraph:
-        nodes = [n for n in graph_module.graph.nodes if n.op in ("call_function", "get_attr")]
-        after = {n for n in graph_module.graph.nodes if is_tangent(n)}
-        for node in nodes:
-            if any(source in after for source in node.all_input_nodes):
-                after.add(node)
+        after = _after_tangents(graph_module)
+        _copy_what_is_written_over(graph_module, after)
+        nodes = _computed(graph_module)
         outputs = [n for n in outputs_of(graph_module)[:num_outputs] if isinstance(n, fx.Node)]
         effects = [n for n in nodes if n.target in COPIES and n not in after]
         needed = _with_sources([*outputs, *effects])
+        backward = tuple(n for n in nodes if n in after)
+        leads_to_backward = _with_sources(backward)
+        lost = _written_over(graph_module, after)
         return JointGraph(
             graph_module,
             num_outputs,
             tuple(n for n in nodes if n in needed),
             tuple(n for n in nodes if n not in needed and n not in after),
-            tuple(n for n in nodes if n in after),
+            backward,
+            frozenset(n for each in lost for n in each.users if n in leads_to_backward and n not in lost),
         )
 
     @property
@@ -82,6 +86,51 @@ class JointGraph:
         """Yield what may run before the backward, in the graph's order."""
         computed = {*self.forward, *self.either}
         return (n for n in self.graph_module.graph.nodes if n in computed)
+
+
+def _computed(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in graph_module.graph.nodes if n.op in ("call_function", "get_attr")]
+
+
+def _after_tangents(graph_module: fx.GraphModule) -> set[fx.Node]:
+    """Return the tangents, and what depends on them."""
+    after = {n for n in graph_module.graph.nodes if is_tangent(n)}
+    for node in _computed(graph_module):
+        if any(source in after for source in node.all_input_nodes):
+            after.add(node)
+    return after
+
+
+def _written_over(graph_module: fx.GraphModule, after: set[fx.Node]) -> dict[fx.Node, None]:
+    """Return the inputs that the forward writes over, and views of them, in the graph's order. ``after``: as
+    :func:`_after_tangents`."""
+    effects = [n for n in _computed(graph_module) if n.target in COPIES and n not in after]
+    found = {viewed(n.args[0]): None for n in effects}  # type: ignore[arg-type]
+    for node in _computed(graph_module):
+        if node not in effects and is_view(node) and node.all_input_nodes[0] in found:
+            found[node] = None
+    return found
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """Return what a view is of, through views."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _copy_what_is_written_over(graph_module: fx.GraphModule, after: set[fx.Node]) -> None:
+    """Have the backward read copies of inputs that the forward writes over: at its time they are no longer there."""
+    lost = _written_over(graph_module, after)
+    for node in lost:
+        readers = [n for n in node.users if n in after and n not in lost]
+        if readers:
+            place = _computed(graph_module)[0] if node.op == "placeholder" else node.next
+            with graph_module.graph.inserting_before(place):
+                copy = graph_module.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            for reader in readers:
+                reader.replace_input_with(node, copy)
 
 
 def outputs_of(graph_module: fx.GraphModule) -> tuple[Any, ...]:

@@ -10,7 +10,8 @@ told here by its rules:
 3. Outputs of the graph are memory.
 4. A pointwise value is memory where many read it, or where it is computed from more buffers than
    ``realize_reads_threshold``.
-5. A mask of a dropout may be memory: as it is drawn slowly and takes a byte each, keeping it is a choice of its own.
+5. What is computed from an input that the forward writes over, and the backward needs, is memory, and never computed again.
+6. A mask of a dropout may be memory: as it is drawn slowly and takes a byte each, keeping it is a choice of its own.
 
 What is not modelled: which kernels are merged. The profile is to find plans with; each plan that is tried is judged by the
 code that Inductor generates for it (:mod:`fxmem.compiled.fakerun`).
@@ -69,7 +70,7 @@ class Kernels:
         reads: Sources = {}
         for node in before:
             reads[node] = united(sources, node)
-            in_memory = node in outputs or _in_memory(node, reads[node], inside)
+            in_memory = node in outputs or node in joint.read_once or _in_memory(node, reads[node], inside)
             sources[node] = (node,) if in_memory and not is_tuple(node) and not is_view(node) else reads[node]
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node in before:
@@ -79,7 +80,10 @@ class Kernels:
         for op, values in groups.items():
             is_output = "an output" if any(v in outputs or _is_viewed(v, outputs) for v in values) else ""
             inner = _inner(op, sources)
-            kernels.append(Kernel(op, tuple(values), reads[values[0]], inner, why_not_again(op) or is_output))
+            is_lost = "what it reads is written over" if op in joint.read_once else ""
+            kernels.append(
+                Kernel(op, tuple(values), reads[values[0]], inner, why_not_again(op) or is_output or is_lost)
+            )
         return Kernels(joint, tuple(kernels), sources, tuple(united(sources, n) for n in joint.backward))
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fxmem.compiled.joint import is_view, nbytes_of
+from fxmem.compiled.joint import is_view, nbytes_of, viewed
 from fxmem.op_facts.kinds import CompiledRole
 from fxmem.op_facts.lookup import with_role
 from fxmem.profiling.roofline import Hardware, flops_of
@@ -75,14 +75,7 @@ def is_mask(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype != torch.bool:
         return False
-    return is_pointwise(node) and any(_name_of(_viewed(read)) in _RANDOM for read in node.all_input_nodes)
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """Return what a view is of, through views."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
+    return is_pointwise(node) and any(_name_of(viewed(read)) in _RANDOM for read in node.all_input_nodes)
 
 
 def _name_of(node: fx.Node) -> str:
