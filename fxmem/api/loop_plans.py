@@ -25,7 +25,7 @@ from fxmem.api.size_families import is_of_own_size, report_planned_for
 from fxmem.api.step_watch import StepWatch, grown
 from fxmem.capture.graph import CaptureGraph, Inputs
 from fxmem.capture.unused_numbers import UnusedNumbers
-from fxmem.errors import InfeasibleBudgetError
+from fxmem.errors import InfeasibleBudgetError, in_units
 from fxmem.ir import Phase, Plan
 from fxmem.partial import PartsGraph
 from fxmem.passes.context import CompileContext, Settings
@@ -34,10 +34,11 @@ from fxmem.profiling.seen_loss import OtherSizeError
 from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.report.text import Report
 from fxmem.runtime.autocast import Autocast, LatestRegion
-from fxmem.runtime.old_gradients import have_gradients, some_of
+from fxmem.runtime.old_gradients import have_gradients
 from fxmem.torch_patches import casts_stay_at_hand
 from fxmem.user_frames import level_of_user, modules_called
 
+OUTPUTS = "outputs of steps before"
 MOST_LOSSES = 4
 """That are seen anew, each at a size at which the one before does not run."""
 MOST_WAYS = 8
@@ -63,7 +64,7 @@ class LoopPlans:
         self._seen: tuple[Loop, FoundLoss | None] = self._watch.loop, None
         self._step = settings.step
         """What is planned for, but for gradients that are there."""
-        self._looked_at: tuple[Compiled | None, tuple[torch.Tensor, ...]] = (None, ())
+        self._trained: tuple[Compiled | None, tuple[torch.Tensor, ...]] = (None, ())
         self._roomy: tuple[Compiled | None, int] = (None, 0)
         """What was compiled for the latest call, and bytes that its forward leaves of the budget."""
         self._region = LatestRegion()
@@ -140,7 +141,7 @@ class LoopPlans:
     def _note(self, compiled: Compiled, inputs: Inputs, leaves: Sequence[Any]) -> None:
         """Note the outputs of a training call."""
         if self._is_bounded:
-            parameters = self._some_parameters()
+            parameters = self._trained_parameters()
             call = self._watch.note(leaves, parameters)
             if self._loss_watch is not None and self._is_inside_another():
                 self._loss_watch = None  # what comes after is the rest of that model, not a loss
@@ -158,6 +159,7 @@ class LoopPlans:
         held_bytes = self._held_bytes = self._watch.look()
         if self._watch.is_new_step:
             self._look_at_loss()
+            self._tell_of_outputs()
             if self._settings.background:
                 self.end_searches()
         try:
@@ -186,6 +188,22 @@ class LoopPlans:
             self._turn_to(replace(self._step, loop=loop), inputs, autocast)
             compiled = self._compiled(replace(step, loop=loop), inputs, autocast)
         return compiled
+
+    def _tell_of_outputs(self) -> None:
+        """Warn, once, where outputs of steps before stayed through the backward of the latest one, which no plan counts."""
+        kept_bytes, latest = self._watch.old_outputs.kept_bytes, self._latest.latest
+        if not kept_bytes or latest is None or OUTPUTS in self._warned:
+            return
+        peak_bytes, budget_bytes = kept_bytes + self._most_bytes(latest, in_forward=False), latest.report.budget_bytes
+        if budget_bytes is None or peak_bytes <= budget_bytes:
+            return
+        self._warned.add(OUTPUTS)
+        warnings.warn(
+            f"{OUTPUTS}, {in_units(kept_bytes)}, stayed through the backward of the latest step, whose peak was "
+            f"{peak_bytes} bytes ({in_units(peak_bytes)}) with them, above the budget of {budget_bytes} bytes: fxmem plans "
+            "without them. Let go of them before the next step (del output), or keep copies elsewhere (output.cpu())",
+            stacklevel=level_of_user(),
+        )
 
     def _compiled(
         self, step: TrainingStep, inputs: Inputs, autocast: Autocast | None, seen_bytes: int | None = None
@@ -328,26 +346,31 @@ class LoopPlans:
 
     def _with_gradients(self, step: TrainingStep) -> TrainingStep:
         """Return ``step`` as it is where gradients are there as a call begins."""
-        if step.accumulate or not have_gradients(self._some_parameters()):
+        if step.accumulate or not have_gradients(self._trained_parameters()):
             return step
         loop = step.loop
         clears = self._watch.old_gradients.will_be_cleared(
-            self._some_parameters(), is_said=loop.zero_grad_before_backward
+            self._trained_parameters(), is_said=loop.zero_grad_before_backward
         )
         return replace(step, accumulate=not clears, loop=replace(loop, zero_grad_before_backward=clears))
 
-    def _some_parameters(self) -> tuple[torch.Tensor, ...]:
-        """Return those that are asked whether they have a gradient."""
+    def _trained_parameters(self) -> tuple[torch.Tensor, ...]:
+        """Return the parameters that are trained."""
         latest = self._latest.latest
-        if self._looked_at[0] is not latest and latest is not None:
-            self._looked_at = latest, some_of([p for p in latest.captured.parameters if p.requires_grad])
-        return self._looked_at[1]
+        if self._trained[0] is not latest and latest is not None:
+            self._trained = latest, tuple(p for p in latest.captured.parameters if p.requires_grad)
+        return self._trained[1]
 
     def _room(self, compiled: Compiled) -> int:
         if self._roomy[0] is not compiled:
-            report = report_planned_for(compiled)
-            steps = [step.live_bytes for step in report.timeline.steps if step.phase is Phase.FORWARD]
-            in_parts = isinstance(compiled.captured, PartsGraph)  # timelines are those of one part
-            most = report.predicted_peak_bytes if in_parts else max(steps, default=0)
-            self._roomy = compiled, (compiled.report.budget_bytes or 0) - most
+            most_bytes = self._most_bytes(compiled, in_forward=True)
+            self._roomy = compiled, (compiled.report.budget_bytes or 0) - most_bytes
         return self._roomy[1]
+
+    def _most_bytes(self, compiled: Compiled, *, in_forward: bool) -> int:
+        """Return the most that its forward takes, or what comes after it."""
+        report = report_planned_for(compiled)
+        if isinstance(compiled.captured, PartsGraph):  # timelines are those of one part
+            return report.predicted_peak_bytes
+        steps = (step for step in report.timeline.steps if (step.phase is Phase.FORWARD) == in_forward)
+        return max((step.live_bytes for step in steps), default=0)

@@ -16,6 +16,7 @@ import torch
 
 from fxmem.profiling.training_step import ONCE, Loop
 from fxmem.runtime.old_gradients import OldGradients, have_gradients
+from fxmem.runtime.old_outputs import Held, OldOutputs
 from fxmem.torch_private import current_backward, keeps_graph
 
 MOST_OUTPUTS = 16
@@ -43,7 +44,7 @@ class Call:
     )
 
     def __init__(self, note: Callable[[Call], None], parameters: Sequence[torch.Tensor]) -> None:
-        """``note`` is told of each backward. ``parameters``: some that are asked whether they have a gradient, and let go
+        """``note`` is told of each backward. ``parameters``: those trained, asked whether they have a gradient, and let go
         of then: a graph may outlive what FSDP2 has gathered."""
         self._note, self.parameters = note, parameters
         self.begins_with_gradients = have_gradients(parameters)
@@ -52,7 +53,7 @@ class Call:
         """All its outputs were there as the latest backward began."""
         self.is_released = False
         """A backward that lets go of the graph has begun."""
-        self.held: list[tuple[weakref.ref[Any], int]] = []
+        self.held: list[Held] = []
         """Storages of its outputs, and their bytes."""
         self._latest = -1
 
@@ -79,7 +80,9 @@ class StepWatch:
         self._num_forwards = 0
         """Of the present step."""
         self._latest_backward = -1
-        self.old_gradients = OldGradients()
+        self.old_gradients, self.old_outputs = OldGradients(), OldOutputs()
+        self._outputs: list[Held] = []
+        """Of the present step."""
 
     @property
     def is_new_step(self) -> bool:
@@ -104,6 +107,8 @@ class StepWatch:
                 self.loop = _with(self.loop, forwards=self._num_forwards)
             self._num_forwards = 0
             self._calls = alive
+            self.old_outputs.add(self._outputs)
+            self._outputs = []
         self._num_forwards += 1
         return held_bytes
 
@@ -111,6 +116,7 @@ class StepWatch:
         backward = current_backward()
         if backward != self._latest_backward and call.num_backwards == 1:
             self.old_gradients.note_backward(call.parameters, were_there=call.begins_with_gradients)
+            self.old_outputs.note_backward()
         self._latest_backward, call.parameters = backward, ()
         keeps_output = call.keeps_output or (self._knows_output and self.loop.keeps_output)
         self._knows_output = True
@@ -119,7 +125,7 @@ class StepWatch:
         self.loop = _with(self.loop, backwards=backwards, keeps_output=keeps_output, within_autocast=within)
 
     def note(self, leaves: Iterable[Any], parameters: Sequence[torch.Tensor]) -> Call:
-        """Note the outputs of a call. ``parameters``: some of the model's."""
+        """Note the outputs of a call. ``parameters``: those that are trained."""
         self.old_gradients.note_call(parameters)
         call, nodes = Call(self._note_backward, parameters), set()
         for leaf in leaves:
@@ -135,6 +141,7 @@ class StepWatch:
                     break
         if nodes:
             self._calls.append(weakref.ref(call))
+            self._outputs += call.held
         return call
 
 

@@ -18,7 +18,8 @@ NOTE [Steps of several calls]
    of that plan, compiled at the call. Steps that begin alike share code up to where they part: the deepest of their plans.
 5. Which outputs are held until a step is over is observed in its first run; meanwhile all are taken to be.
 6. What is there beside as a step begins is looked at each time (:class:`Beside`): gradients, which the backward adds to or
-   the loop clears before it, and outputs of the step before. Steps are planned by what is there.
+   the loop clears before it, and outputs of steps before. Of these, those are taken to stay that were there as the latest
+   backward began. Steps are planned by what is there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fxmem.compiled.fakerun import GraphCall, Source
-from fxmem.compiled.graph_call import NUMBERS, Call, Compile, CompiledGraph, Inputs, Node
+from fxmem.compiled.graph_call import NUMBERS, Call, Compile, CompiledGraph, Inputs, Node, Output
 from fxmem.compiled.graph_planner import STEP, infeasible
 from fxmem.compiled.lower import compiling_alone
 from fxmem.compiled.report import CompiledReport
@@ -43,9 +44,13 @@ from fxmem.compiled.surroundings import Surroundings, joined, weight_of
 from fxmem.errors import InfeasibleBudgetError, in_units
 from fxmem.passes.context import Settings
 from fxmem.profiling.training_step import TrainingStep
-from fxmem.runtime.old_gradients import OldGradients, have_gradients, some_of
+from fxmem.runtime.old_gradients import OldGradients, have_gradients
+from fxmem.runtime.old_outputs import OldOutputs
 from fxmem.torch_private import storage_key
 from fxmem.user_frames import level_of_user
+
+MOST_KEPT = 4
+"""Different amounts of outputs of steps before that are planned for: where they get more each step, no plan is for long."""
 
 Key = tuple[Any, ...]
 """Of calls that begin a step: what is there beside, and their graphs."""
@@ -57,12 +62,25 @@ class Beside(NamedTuple):
     step: TrainingStep
     """The step asked for, with what becomes of gradients that are there."""
     outputs_bytes: int = 0
-    """Of outputs of the step before that are still referred to, where there is no room for them."""
+    """Of outputs of steps before that go before the backward, where there is no room for them."""
+    kept_bytes: int = 0
+    """Of those that stay."""
 
     def around(self, around: Surroundings) -> Surroundings:
         """Return ``around``, which is of :attr:`step`, with these outputs."""
-        outputs = (self.outputs_bytes,) if self.outputs_bytes else ()
-        return replace(around, in_forwards=(*around.in_forwards, *outputs))
+        outputs, kept = ((nbytes,) if nbytes else () for nbytes in (self.outputs_bytes, self.kept_bytes))
+        return replace(around, in_forwards=(*around.in_forwards, *outputs), present=(*around.present, *kept))
+
+
+class Room(NamedTuple):
+    """What may be there beside a step, in bytes, and its plan keeps the budget."""
+
+    in_forwards: int
+    """Until the backward begins."""
+    throughout: int
+
+    def least(self, other: Room) -> Room:
+        return Room(min(self.in_forwards, other.in_forwards), min(self.throughout, other.throughout))
 
 
 def _ref(tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
@@ -76,22 +94,23 @@ class Calls:
         self._settings, self._tell, self._compile = settings, tell, compile_it
         self._step: list[Call] = []
         """The calls since the latest one began, whose backward came or may come."""
-        self._over: list[Call] = []
-        """Those of the step before."""
         self._beside = Beside(settings.step)
         """What was there as the present step began."""
-        self._old_gradients = OldGradients()
+        self._old_gradients, self._old_outputs = OldGradients(), OldOutputs()
+        self._kept: set[int] = set()
+        """Bytes of outputs that stayed, which were planned for."""
         self._variants: dict[Key, Variant] = {}
         """Of the last of so many calls that begin a planned step."""
         self._tried: dict[Key, Variant] = {}
         """The same, of the step that is seen for the first time."""
         self._steps: dict[Key, tuple[Call, ...]] = {}
         """Those that were planned."""
-        self._room_bytes: dict[tuple[Beside, CompiledGraph], int] = {}
-        """By the graph that a step begins with: what may be there beside until the backward begins."""
+        self._room: dict[tuple[Beside, CompiledGraph], Room] = {}
+        """By the graph that a step begins with."""
         self._is_told = False
         """Whether it was told that the step that is seen for the first time goes over the budget."""
         self._is_retained_told = self._is_beside_told = False
+        self._kept_told: set[str] = set()
         self._noted: dict[tuple[CompiledGraph, ...], Inputs] = {}
         """Of the last of so many calls that begin a step, as they once were."""
 
@@ -141,25 +160,56 @@ class Calls:
                 places = {step.index(call): place for place, call in enumerate(pending)}
                 for call, inputs in zip(step, self._inputs_of(step), strict=True):
                     call.inputs = inputs.after(places)
-            self._step, self._over = pending, step
+            self._step = pending
+            over = [call for call in step if call not in pending]
+            self._old_outputs.add((output.storage, output.nbytes) for call in over for output in call.made.values())
         if not pending and self._settings.budget_bytes is not None:
             self._look_beside(graph, inputs)
         return pending
 
     def _look_beside(self, graph: CompiledGraph, inputs: Sequence[Any]) -> None:
         """Look at what is there as a step begins with a call of ``graph``; plan for it, where that is new."""
-        step, parameters = self._settings.step, _some_parameters(inputs)
+        step, parameters = self._settings.step, _trained_in(inputs)
         if not step.accumulate and have_gradients(parameters):
             loop = step.loop
             clears = self._old_gradients.will_be_cleared(parameters, is_said=loop.zero_grad_before_backward)
             step = replace(step, accumulate=not clears, loop=replace(loop, zero_grad_before_backward=clears))
-        held_bytes = sum(call.held_bytes for call in self._over)
-        room_bytes = self._room_bytes.get((Beside(step), graph), held_bytes)
-        self._beside = Beside(step, held_bytes if held_bytes > room_bytes else 0)
+        self._beside = Beside(step, *self._outputs_beside(step, graph))
         like = {key[1:]: calls for key, calls in self._steps.items() if calls[0].graph is graph}
         for rest, calls in like.items():
             if (self._beside, *rest) not in self._steps:
                 self._plan(calls)
+
+    def _outputs_beside(self, step: TrainingStep, graph: CompiledGraph) -> tuple[int, int]:
+        """Return the bytes of outputs of steps before that go before the backward, and of those that stay, as far as there
+        is no room for them."""
+        held_bytes = self._old_outputs.nbytes
+        kept_bytes = min(held_bytes, self._old_outputs.kept_bytes)
+        room = self._room.get((Beside(step), graph))
+        if room is None or (held_bytes <= room.in_forwards and kept_bytes <= room.throughout):
+            return 0, 0
+        if kept_bytes and kept_bytes not in self._kept:
+            if len(self._kept) == MOST_KEPT:
+                return 0, max(self._kept)
+            self._kept.add(kept_bytes)
+        return max(0, held_bytes - kept_bytes), kept_bytes
+
+    def _look_at_kept(self, graph: CompiledGraph) -> None:
+        """Look, as the backward of a step that begins with ``graph`` begins, at what stays of outputs of steps before."""
+        self._old_outputs.note_backward()
+        kept_bytes, room = self._old_outputs.kept_bytes, self._room.get((self._beside, graph))
+        more_bytes = 0 if room is None else kept_bytes - self._beside.kept_bytes - max(0, room.throughout)
+        rest = "from the next step on it is planned with them"
+        if len(self._kept) == MOST_KEPT:
+            rest = "there are more each step, which no plan is for; let go of them, or keep detached copies on the host"
+        if more_bytes <= 0 or rest in self._kept_told:
+            return
+        self._kept_told.add(rest)
+        warnings.warn(
+            f"outputs of steps before, {in_units(kept_bytes)}, are still referred to as the backward of a compiled step "
+            f"begins: this step takes {in_units(more_bytes)} more than the budget; {rest}",
+            stacklevel=level_of_user(),
+        )
 
     def _follow(self, call: Call, inputs: Sequence[Any], outputs: Any) -> None:
         tensors = [(place, t) for place, t in enumerate(outputs) if isinstance(t, torch.Tensor)]
@@ -167,16 +217,16 @@ class Calls:
         if node is None:
             return  # no backward comes
         call.outputs = tuple(_ref(t) for _, t in tensors)
-        call.made = {storage_key(t): place for place, t in tensors}
-        once = {storage_key(t): t.untyped_storage() for _, t in tensors}.values()
-        call.storages = tuple((weakref.ref(storage), storage.nbytes()) for storage in once)
-        step, place, parameters = self._step, len(self._step), _some_parameters(inputs)
+        storages = {storage_key(t): (place, t.untyped_storage()) for place, t in tensors}
+        call.made = {key: Output(place, weakref.ref(s), s.nbytes()) for key, (place, s) in storages.items()}
+        step, place, parameters = self._step, len(self._step), _trained_in(inputs)
         were_there = have_gradients(parameters)
         self._old_gradients.note_call(parameters)
 
         def begins() -> None:
             if not any(call.has_run for call in step):
                 self._old_gradients.note_backward(parameters, were_there=were_there)
+                self._look_at_kept(step[0].graph)
 
         def next_call() -> Call | None:
             return step[place + 1] if place + 1 < len(step) else None
@@ -190,7 +240,10 @@ class Calls:
         """Note what the inputs of a call are."""
         assert call.graph.planned is not None
         memory = call.graph.planned.planner.around.memory
-        made = {key: Source(i, place) for i, each in enumerate(before) for key, place in each.made.items()}
+        there = (
+            (i, key, output) for i, each in enumerate(before) for key, output in each.made.items() if output.is_there
+        )
+        made = {key: Source(i, output.place) for i, key, output in there}
         tensors = {storage_key(t): t for t in inputs if isinstance(t, torch.Tensor)}
         keys = [storage_key(t) if isinstance(t, torch.Tensor) else next(NUMBERS) for t in inputs]
         nbytes = {key: weight_of(t, memory) for key, t in tensors.items() if key not in made}
@@ -255,11 +308,10 @@ class Calls:
             self._variants[prefix] = max(variant, self._variants.get(prefix, variant))
         if budget is not None:
             first = self._beside, calls[0].graph
-            room_bytes = max(run.room_in_forwards_bytes, budget - run.needed_bytes)
-            self._room_bytes[first] = min(room_bytes, self._room_bytes.get(first, room_bytes))
-        self._steps[key] = tuple(
-            replace(call, inputs=None, made={}, outputs=(), storages=(), node=None) for call in calls
-        )
+            left_bytes = budget - run.needed_bytes
+            room = Room(left_bytes + run.room_in_forwards_bytes, left_bytes)
+            self._room[first] = room.least(self._room.get(first, room))
+        self._steps[key] = tuple(replace(call, inputs=None, made={}, outputs=(), node=None) for call in calls)
 
     def _planned(
         self, calls: Sequence[Call], budget: int | None, beside: Beside | None = None
@@ -284,7 +336,7 @@ class Calls:
             return
         self._is_beside_told = True
         step = self._beside.step
-        what = "outputs of the step before are still referred to"
+        what = "outputs of steps before are still referred to"
         if step != self._settings.step:
             clears = step.loop.zero_grad_before_backward
             told = "clears only after it" if clears else "does not clear, but adds to or fills with zeros"
@@ -317,9 +369,9 @@ class Calls:
         return [call.inputs or self._noted[key[: i + 1]].later(there) for i, call in enumerate(calls)]
 
 
-def _some_parameters(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Return those of a call's inputs that are asked whether they have a gradient."""
-    return some_of([t for t in inputs if isinstance(t, torch.nn.Parameter) and t.requires_grad])
+def _trained_in(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Return the parameters among a call's inputs that are trained."""
+    return tuple(t for t in inputs if isinstance(t, torch.nn.Parameter) and t.requires_grad)
 
 
 def _first(num_calls: int) -> str:

@@ -158,8 +158,10 @@ class Candidates(Generic[P]):
 
     def _least_budget(self, place: int, lowered_bytes: int, run: Run[P]) -> int:
         """Return the least budget that a candidate fits if its lowered step takes ``lowered_bytes``."""
-        least = max(lowered_bytes, self._known_bytes(place))
-        if place == 0 or least >= self._middle_bytes:
+        if place == 0:
+            return lowered_bytes
+        least = max(lowered_bytes, self._known_bytes(place), self.runs[0].floor_bytes)
+        if least >= self._middle_bytes:
             return least
         return min(self._middle_bytes, max(least, self._likely_bytes(place, run)))
 

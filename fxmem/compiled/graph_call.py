@@ -83,6 +83,20 @@ class Inputs(NamedTuple):
         return self._replace(sources=tuple(moved))
 
 
+class Output(NamedTuple):
+    """The memory of an output of a call."""
+
+    place: int
+    """Of the output."""
+    storage: weakref.ref[Any]
+    nbytes: int
+
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody still holds it. Another tensor may have its storage's number where not."""
+        return self.storage() is not None
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One call of a compiled graph; holds no tensor."""
@@ -91,11 +105,9 @@ class Call:
     variant: Variant
     inputs: Inputs | None = None
     """None: not looked at, as others like it were."""
-    made: dict[int, int] = field(default_factory=dict)
-    """Places of its outputs by storage."""
+    made: dict[int, Output] = field(default_factory=dict)
+    """By storage."""
     outputs: tuple[weakref.ref[torch.Tensor], ...] = ()
-    storages: tuple[tuple[weakref.ref[Any], int], ...] = ()
-    """Of its outputs, each with its bytes."""
     outputs_stay: bool = True
     node: weakref.ref[Node] | None = None
     """Dead where its backward can no longer come."""
@@ -110,11 +122,6 @@ class Call:
         """Whether its backward has begun, and its graph is there."""
         node = None if self.node is None else self.node()
         return node is not None and node.has_run
-
-    @property
-    def held_bytes(self) -> int:
-        """Of its outputs, what somebody still holds."""
-        return sum(nbytes for storage, nbytes in self.storages if storage() is not None)
 
     def look_at_outputs(self) -> None:
         """Note, when its backward is over, whether anybody still holds its outputs."""

@@ -1,6 +1,6 @@
 """Gradients that are there as a training call begins: the backward adds to them, or ``zero_grad()`` clears them before it.
 
-In: some parameters of the model, as calls and backwards begin. Out: which of the two is to come. What a backward has found
+In: the trained parameters, as calls and backwards begin. Out: which of the two is to come. What a backward has found
 there once tells; before that, gradients that an optimizer has stepped with are those of a step that is over.
 """
 
@@ -13,17 +13,17 @@ import torch
 from fxmem.torch_private import version_of
 
 NUM_LOOKED_AT = 4
-"""Parameters that are asked whether they have a gradient."""
-
-
-def some_of(parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return those that are asked whether they have a gradient, spread over the model."""
-    return tuple(parameters[:: max(1, len(parameters) // NUM_LOOKED_AT)])
+"""Parameters that are asked whether the optimizer has stepped."""
 
 
 def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:
     """True if one of the ``parameters`` has a gradient."""
     return any(parameter.grad is not None for parameter in parameters)
+
+
+def _versions_of(parameters: Sequence[torch.Tensor]) -> int:
+    """Return a number that the optimizer's step changes."""
+    return sum(map(version_of, parameters[:: max(1, len(parameters) // NUM_LOOKED_AT)]))
 
 
 class OldGradients:
@@ -34,12 +34,12 @@ class OldGradients:
         self._look_over: bool | None = None
         """Whether those that were there for the first time were of a step that was over."""
         self._versions: int | None = None
-        """Of the parameters together, in the call before."""
+        """Of some parameters together, in the call before."""
 
-    def note_call(self, parameters: Iterable[torch.Tensor]) -> None:
+    def note_call(self, parameters: Sequence[torch.Tensor]) -> None:
         """A call has run."""
         if self._look_over is None:
-            self._versions = sum(map(version_of, parameters))
+            self._versions = _versions_of(parameters)
 
     def note_backward(self, parameters: Iterable[torch.Tensor], *, were_there: bool) -> None:
         """The first backward of a step begins. ``were_there``: as its call began."""
@@ -57,7 +57,7 @@ class OldGradients:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
         if self._look_over is None:
-            stepped = self._versions is not None and sum(map(version_of, parameters)) != self._versions
+            stepped = self._versions is not None and _versions_of(parameters) != self._versions
             gradients = [p.grad for p in parameters if p.grad is not None]
             plain = all(type(g) is torch.Tensor and g.layout == torch.strided for g in gradients)
             self._look_over = stepped and plain and any(bool(g.any()) for g in gradients)

@@ -173,6 +173,33 @@ def test_a_plain_loop_is_planned_for_once() -> None:
 
 
 @pytest.mark.slow
+def test_outputs_that_stay_through_the_next_backward_are_told_of_where_they_exceed_the_budget() -> None:
+    """As where a function runs a step and returns its output."""
+    model, optimizer = made(0.3)
+    outputs: list[Tensor] = []
+
+    def step() -> None:
+        output = model(BATCHES[0])
+        output.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs[:] = [output]
+
+    step()
+    step()
+    with pytest.warns(UserWarning, match="stayed through the backward of the latest step") as told:
+        step()
+    with fxmem.track(model, optimizer, (BATCHES[0], outputs)) as memory:
+        step()
+    assert f"{memory.peak_bytes} bytes" in str(told[0].message)
+    model, optimizer = made(1.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step()
+
+
+@pytest.mark.slow
 def test_gradients_of_micro_batches_are_found_at_the_second_one() -> None:
     model, optimizer = made(0.3)
     assert model.fxmem.report.static.gradients_bytes == 0

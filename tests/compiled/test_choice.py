@@ -77,6 +77,17 @@ def test_a_budget_below_the_end_of_the_step_costs_one_lowering() -> None:
     assert len(tried.runs) == 1
 
 
+def test_no_less_than_the_end_of_the_step_is_told_to_fit() -> None:
+    """Of the first candidate, whose end the others may be some bytes below."""
+    tried = candidates(NUM_CANDIDATES)
+
+    def run(point: FrontierPoint, _: float) -> StepRun:
+        return replace(run_of(5000 if point is tried.points[0] else 3990), floor_bytes=4000)
+
+    assert tried.least_bytes(run) == 4000
+    assert tried.cheapest_within(4000, run) is not None
+
+
 @pytest.mark.usefixtures("none_finer")
 def test_one_that_fits_among_others_that_do_not_is_found() -> None:
     peaks = [60, *[50] * 17, 45, *[50] * 13]

@@ -45,7 +45,7 @@ from fxmem.progress import log
 from fxmem.runtime.autocast import Autocast, Regions
 from fxmem.runtime.host_memory import set_aside
 from fxmem.runtime.layout import View
-from fxmem.runtime.old_gradients import some_of
+from fxmem.runtime.old_gradients import have_gradients
 from fxmem.runtime.programs.instructions import Recording
 from fxmem.runtime.programs.program import Program, programs_of
 from fxmem.runtime.programs.program_call import OnFakes, ProgramCall, gated
@@ -104,7 +104,6 @@ class JointSteps:
         ids = {id(tensor) for tensor in written}
         self.written = {name: b for name, b in graph_module.named_buffers() if id(b) in ids}
         self.refusal = refusal or self._refusal(len(ids))
-        self.looked_at = some_of(self.parameters)
         self.program: Program | None = None
         """The one used last."""
         self._recording: Recording | None = None
@@ -231,7 +230,7 @@ class JointSteps:
 
     def _gradients_are_there(self) -> bool:
         """True if gradients are there as a backward begins."""
-        return not self._clears_gradients and any(parameter.grad is not None for parameter in self.looked_at)
+        return not self._clears_gradients and have_gradients(self.parameters)
 
     def _is_for_tape(self) -> bool:
         region = set() if self.autocast is None else {self.autocast.device_type}
