@@ -34,6 +34,7 @@ from fxmem.api.planned_class import PlannedModule, optimize_in_place, optimized,
 from fxmem.api.post_mortem import add_post_mortem
 from fxmem.api.twins import with_method
 from fxmem.capture.graph import Inputs, device_of
+from fxmem.capture.pytrees import looked_into
 from fxmem.compiled.report import CompiledCost, CompiledEstimate, CompiledReport
 from fxmem.compiled.surroundings import Surroundings, surroundings_of, with_loss
 from fxmem.compiled.unread import refusing_gradients, unread_places
@@ -289,7 +290,9 @@ class CompiledNamespace:
         model = self.original
         args, kwargs = Inputs(tuple(world.fake_all(list(inputs.leaves))), inputs.spec).call()
         with tensors_restored(model), world.active(model), world.state_of(model), torch.enable_grad(), ScalarReads():
-            return model.forward(*args, **kwargs)
+            output = model.forward(*args, **kwargs)
+        looked_into(output)
+        return output
 
 
 def _own(forward: Callable[..., Any]) -> Callable[..., Any]:

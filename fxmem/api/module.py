@@ -153,6 +153,7 @@ def _in_inductor(
         return None, ""
     if not is_plain:
         raise InputError(f'plan_for=, shapes= and plan= are not for backend="{backend}"; leave them out')
+    check_optimizable(model)
     if backend != AUTO:
         names = check_methods(model, methods)
         return compiled_module(model, example, budget, options, names, in_place=in_place), ""

@@ -70,15 +70,20 @@ def holds_tensors(leaf: Any, kind: type[torch.Tensor] = torch.Tensor) -> bool:
     return any(isinstance(value, kind) for value in tree_leaves(list(_attributes(leaf).values())))
 
 
+def looked_into(output: Any) -> list[Any]:
+    """Return the leaves of what a model returns; classes in it that hold tensors are registered."""
+    leaves = tree_leaves(output)
+    while _register(leaves) or _register_objects(leaves):
+        leaves = tree_leaves(output)
+    return leaves
+
+
 @contextmanager
 def outputs_looked_into(model: torch.nn.Module) -> Iterator[None]:
     """While the body runs, what ``model`` returns is registered or, with ``CaptureError``, refused."""
 
     def look(_: torch.nn.Module, args: Any, output: Any) -> None:
-        leaves = tree_leaves(output)
-        while _register(leaves) or _register_objects(leaves):
-            leaves = tree_leaves(output)
-        other = next((leaf for leaf in leaves if not isinstance(leaf, _RETURNED)), None)
+        other = next((leaf for leaf in looked_into(output) if not isinstance(leaf, _RETURNED)), None)
         if other is not None:
             returned = f"{type(model).__name__} returns a {type(other).__name__}"
             raise CaptureError(f"{returned}, which is not looked into; {REMEDY}")

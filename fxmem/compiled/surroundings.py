@@ -21,7 +21,7 @@ from fxmem.profiling.device_memory import EVERYWHERE, DeviceMemory
 from fxmem.profiling.optimizer_on_meta import usual_step
 from fxmem.profiling.optimizer_step import RecordedStep, allocator_before, steady_state
 from fxmem.profiling.storage_tracker import StorageTracker
-from fxmem.profiling.training_step import TrainingStep, default_loss, usual_gradients
+from fxmem.profiling.training_step import TrainingStep, loss_of, usual_gradients
 from fxmem.torch_patches import compiler_says_eager
 from fxmem.torch_private import device_behind, storage_key, tree_leaves, tree_map_only
 
@@ -191,7 +191,7 @@ def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surround
         learning = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         given_by_model = {storage_key(t) for t in tree_leaves(output) if isinstance(t, torch.Tensor)}
         with tracker.noting() as forward, tracker:
-            loss = default_loss(output) if loss_fn is None else loss_fn(output)
+            loss = loss_of([output], loss_fn)
         with tracker.noting() as backward, tracker:
             root = torch.ones_like(loss)  # which a backward holds to its end
             gradients = torch.autograd.grad(loss, learning, root, allow_unused=True)

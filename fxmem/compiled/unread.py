@@ -15,7 +15,7 @@ import torch
 from fxmem.compiled.surroundings import as_leaf
 from fxmem.errors import InputError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
-from fxmem.profiling.training_step import TrainingStep, default_loss
+from fxmem.profiling.training_step import TrainingStep, loss_of
 from fxmem.torch_patches import compiler_says_eager
 from fxmem.torch_private import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -32,7 +32,7 @@ def unread_places(output: Any, step: TrainingStep) -> tuple[int, ...]:
         output = tree_map_only(torch.Tensor, as_leaf, output)
         loss_fn = step.loss_on(step.targets.blank(tensors))
         learning = {place: t for place, t in enumerate(tree_leaves(output)) if place in in_graph}
-        loss = default_loss(output) if loss_fn is None else loss_fn(output)
+        loss = loss_of([output], loss_fn)
         gradients = torch.autograd.grad(loss, list(learning.values()), allow_unused=True)
     unread = tuple(place for place, gradient in zip(learning, gradients, strict=True) if gradient is None)
     return unread if len(unread) < len(learning) else ()
@@ -56,7 +56,7 @@ class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        return tensor.view_as(tensor)
+        return tensor.detach()  # no view of a Function, which may not be written to
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:
