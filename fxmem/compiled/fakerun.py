@@ -60,7 +60,7 @@ class GraphCall:
     """Whether its outputs are held until the step is over; else until all forwards are."""
 
     def sources(self, graph: LoweredGraph) -> Sequence[Source | int]:
-        return self.inputs or range(len(graph.inputs))
+        return self.inputs or range(len(graph.inputs) - graph.num_tokens)
 
 
 class LoweredGraph:
@@ -91,13 +91,19 @@ class LoweredGraph:
         return [n.meta["val"] for n in _placeholders(self._forward)]
 
     @property
+    def num_tokens(self) -> int:
+        """Return how many inputs, and outputs, come before the others and are tokens of effects, such as a check that a
+        matrix has an inverse: AOTAutograd gives and takes them, the call has none."""
+        return len(self.inputs) - len(outputs_of(self._backward))
+
+    @property
     def tangents(self) -> list[Any]:
         """Fakes like the gradients that the backward is given."""
         return [n.meta["val"] for n in _placeholders(self._backward) if is_tangent(n)]
 
     def tangent_places(self) -> list[int | None]:
         """Return the outputs that these are gradients of: in order, the next one of the same shape and type."""
-        outputs = enumerate(_vals(outputs_of(self._forward))[: self.num_outputs])
+        outputs = enumerate(_vals(outputs_of(self._forward))[self.num_tokens : self.num_outputs])
         return [next((place for place, t in outputs if _alike(t, tangent)), None) for tangent in self.tangents]
 
     def backward(self, saved: Sequence[Any]) -> Wrapper:
@@ -219,13 +225,15 @@ class _Run:
         """Return what a call saves."""
         forward = function_of(graph.forward, self._note_kernel)
         with torch.no_grad(), self._mode:
-            inputs = [
+            tokens, likes = graph.inputs[: graph.num_tokens], graph.inputs[graph.num_tokens :]
+            inputs = [self._blank(token) for token in tokens]
+            inputs += [
                 self._outputs[s.call][s.output] if isinstance(s, Source) else self._blank(like)
-                for like, s in zip(graph.inputs, call.sources(graph), strict=True)
+                for like, s in zip(likes, call.sources(graph), strict=True)
             ]
             with self._tracker:
                 results = list(forward(inputs))
-        self._outputs.append(results[: graph.num_outputs])
+        self._outputs.append(results[graph.num_tokens : graph.num_outputs])
         return results[graph.num_outputs :]
 
     def _run_backward(self, number: int, saved: list[Any]) -> None:
@@ -238,7 +246,7 @@ class _Run:
             given = [t for t in saved[num_saved:] if isinstance(t, torch.Tensor)]
             held = [t for t in given if t.numel() == 1 or HOLDS_TANGENTS]  # a loss's the engine holds, see surroundings
             del given  # and nobody else holds tangents: the code lets go of them when it has read them
-            inputs = [self._blank(like) for like in graph.inputs]
+            inputs = [self._blank(like) for like in graph.inputs[graph.num_tokens :]]
             with tracker:
                 gradients = list(backward(saved))
                 for place, source in enumerate(call.sources(graph)):

@@ -3,8 +3,8 @@
 In: a call of an op on fakes. Out: the most bytes beside its inputs and results; seconds. oneDNN's convolutions lay weights
 out anew inside of the op, and a copy to transposed memory goes through a block, also where a matrix product copies what it
 adds to: neither fakes nor the code around it show that, and it depends on the machine. So the op is run on zeros of the
-same layout, and the CPU allocator's own events are read. How long a convolution takes depends on how its inputs lie, which
-no table tells. What was measured is kept for the process.
+same layout, or where it refuses these on ones of the diagonal, and the CPU allocator's own events are read. How long a
+convolution takes depends on how its inputs lie, which no table tells. What was measured is kept for the process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def scratch_bytes(op: Any, args: Any, kwargs: Any) -> int:
         return 0
     if key not in _MEASURED:
         with without_modes(), torch.no_grad():
-            _MEASURED[key] = _measured(op, *tree_map_only(torch.Tensor, _zeros, (args, kwargs)))
+            _MEASURED[key] = _measured_on_any(op, args, kwargs)
     return _MEASURED[key]
 
 
@@ -94,6 +94,21 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     return _empty(tensor).zero_()
+
+
+def _ones(tensor: torch.Tensor) -> torch.Tensor:
+    """Return matrices that have an inverse, or numbers that pivots can be."""
+    made = _zeros(tensor)
+    is_matrix = tensor.ndim > 1 and tensor.is_floating_point()
+    (made.diagonal(dim1=-2, dim2=-1) if is_matrix else made).fill_(1)
+    return made
+
+
+def _measured_on_any(op: OpOverload, args: Any, kwargs: Any) -> int:
+    try:
+        return _measured(op, *tree_map_only(torch.Tensor, _zeros, (args, kwargs)))
+    except RuntimeError:  # of linear algebra that wants an inverse, or pivots
+        return _measured(op, *tree_map_only(torch.Tensor, _ones, (args, kwargs)))
 
 
 def _measured(op: OpOverload, args: Any, kwargs: Any) -> int:
