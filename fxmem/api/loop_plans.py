@@ -10,7 +10,7 @@ call these more often than planned for, which shows in a forward, and is planned
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -157,6 +157,7 @@ class LoopPlans:
             self._watch.look()  # a model in pieces is planned for the step asked for alone
             return self._compiled(self._settings.step, inputs, autocast)
         held_bytes = self._held_bytes = self._watch.look()
+        self._watch.old_outputs.leave_out(lambda: (*inputs.leaves, *_states_of(self._model)))
         if self._watch.is_new_step:
             self._look_at_loss()
             self._tell_of_outputs()
@@ -374,3 +375,9 @@ class LoopPlans:
             return report.predicted_peak_bytes
         steps = (step for step in report.timeline.steps if (step.phase is Phase.FORWARD) == in_forward)
         return max((step.live_bytes for step in steps), default=0)
+
+
+def _states_of(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the buffers of a model, and tensors that its modules have as attributes."""
+    for module in model.modules():
+        yield from (*module._buffers.values(), *vars(module).values())

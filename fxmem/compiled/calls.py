@@ -163,6 +163,7 @@ class Calls:
             self._step = pending
             over = [call for call in step if call not in pending]
             self._old_outputs.add((output.storage, output.nbytes) for call in over for output in call.made.values())
+        self._old_outputs.leave_out(lambda: inputs)
         if not pending and self._settings.budget_bytes is not None:
             self._look_beside(graph, inputs)
         return pending

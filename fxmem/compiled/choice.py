@@ -184,7 +184,9 @@ class Candidates(Generic[P]):
         slack = OFF * (self.runs[0].needed_bytes - self.runs[last].needed_bytes)
         if off <= slack:
             return known_bytes
-        off_in_middle = self._off_bytes(middle, run) if middle < last else 0
+        if middle == last:
+            middle = 0
+        off_in_middle = self._off_bytes(middle, run) if middle else 0
         deeper = self._spared_bytes(place) - self._spared_bytes(middle)
         share = deeper / (self._spared_bytes(last) - self._spared_bytes(middle))
         return known_bytes + max(0, int(off_in_middle + share * (off - off_in_middle) - slack))

@@ -83,6 +83,7 @@ class _Writer:
     def _copy(self, node: fx.Node, part: str = "") -> None:
         copy = self._graph.node_copy(node, self._copies.__getitem__)
         copy.meta = {**node.meta, "partitioner_tag": part} if part else dict(node.meta)
+        copy.meta.pop("recompute", None)  # of a checkpoint in the model, which the plan stands for
         self._copies[node] = copy
 
     def _output(self, value: Any) -> Any:

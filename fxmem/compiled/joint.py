@@ -102,14 +102,22 @@ def _after_tangents(graph_module: fx.GraphModule) -> set[fx.Node]:
 
 
 def _written_over(graph_module: fx.GraphModule, after: set[fx.Node]) -> dict[fx.Node, None]:
-    """Return the inputs that the forward writes over, and views of them, in the graph's order. ``after``: as
-    :func:`_after_tangents`."""
+    """Return the inputs that the forward writes over, views of them, and what Inductor may write into their memory, in the
+    graph's order. ``after``: as :func:`_after_tangents`."""
     effects = [n for n in _computed(graph_module) if n.target in COPIES and n not in after]
     found = {viewed(n.args[0]): None for n in effects}  # type: ignore[arg-type]
     for node in _computed(graph_module):
-        if node not in effects and is_view(node) and node.all_input_nodes[0] in found:
+        is_of_them = bool(node.args) and node.args[0] in found and node not in after and node not in effects
+        if is_of_them and (is_view(node) or _may_be_in_place(node)):
             found[node] = None
     return found
+
+
+def _may_be_in_place(node: fx.Node) -> bool:
+    """True for what writes parts of a copy of its first argument, such as ``slice_scatter`` and ``index_put``."""
+    target, (like,), made = node.target, tensors_of(node.args[0]), tensors_of(node)  # type: ignore[arg-type]
+    is_generated = not isinstance(target, OpOverload) or torch.Tag.pointwise in target.tags
+    return not is_generated and len(made) == 1 and (made[0].shape, made[0].dtype) == (like.shape, like.dtype)
 
 
 def viewed(node: fx.Node) -> fx.Node:

@@ -6,8 +6,10 @@ In: storages of a step's outputs as it is over, and where backwards begin. Out: 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 SMALL_BYTES = 512
 """Not counted up to this size: a loss, of which most loops hold the latest."""
@@ -34,6 +36,14 @@ class OldOutputs:
     def nbytes(self) -> int:
         """Of those that are there."""
         return sum(nbytes for storage, nbytes in self._held.values() if storage() is not None)
+
+    def leave_out(self, tensors: Callable[[], Iterable[Any]]) -> None:
+        """Forget those that are memory of these ``tensors``, which count as something else: a state that each call is given
+        and replaces. What is no tensor is passed over."""
+        if self.nbytes:
+            for tensor in tensors():
+                if type(tensor) is torch.Tensor and tensor.layout == torch.strided:
+                    self._held.pop(id(weakref.ref(tensor.untyped_storage())), None)
 
     def note_backward(self) -> None:
         """The first backward of a step begins."""

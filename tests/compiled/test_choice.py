@@ -77,6 +77,20 @@ def test_a_budget_below_the_end_of_the_step_costs_one_lowering() -> None:
     assert len(tried.runs) == 1
 
 
+@pytest.mark.parametrize("num", [2, 3, 5, 6, 9])
+def test_few_candidates_have_no_middle_one_and_are_found_too(num: int) -> None:
+    points = [FrontierPoint(Plan("test", (i,)), 1000 - 100 * i, float(i)) for i in range(num)]
+    tried = Candidates(tuple(points))
+
+    def run(point: FrontierPoint, _: float) -> StepRun:
+        return run_of(1000 - 60 * point.plan.limits[0])
+
+    least = tried.least_bytes(run)
+    assert least == 1000 - 60 * (num - 1)
+    for budget in range(least, 1001):
+        assert tried.cheapest_within(budget, run) is not None
+
+
 def test_no_less_than_the_end_of_the_step_is_told_to_fit() -> None:
     """Of the first candidate, whose end the others may be some bytes below."""
     tried = candidates(NUM_CANDIDATES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -164,6 +165,33 @@ def test_an_output_of_the_step_before_that_stays_through_the_backward_is_within_
     measured = here + allocator_rise_bytes(case.step)
     assert abs(measured - case.report.predicted_peak_bytes) <= OUTSIDE
     assert measured <= budget
+
+
+class Recurrent(nn.Module):
+    """Replaces a state that it is given, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.state = Block(WIDTH), torch.zeros(ROWS, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.block(x + self.state)
+        self.state = y.detach()
+        return y
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_a_state_that_each_call_is_given_and_replaces_is_not_counted_twice(backend: str) -> None:
+    x, options = torch.randn(ROWS, WIDTH), {"optimizer": None, "cost": "cpu", "backend": backend}
+    options["loss_fn"] = torch.sum
+    peak = fxmem.optimize(Recurrent(), x, budget="1GB", **options).fxmem.report.predicted_peak_bytes
+    model = fxmem.optimize(Recurrent(), x, budget=peak, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            model(x).sum().backward()
+            model.zero_grad()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
@@ -56,13 +57,49 @@ class Spectral(Net):
         return self.rest(x).square().mean()
 
 
+class Row(Net):
+    """Writes a part, reads, then writes over all: torch's own compiler has the backward read what was written last."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean[:4] = x.detach().mean()
+        y = torch.exp(-(x * self.mean.clone()).square())
+        self.mean.mul_(0.5)
+        return (self.rest(y) * self.mean.clone()).square().mean()
+
+
+class Parts(Net):
+    """Writes to parts twice, and reads between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.randn(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean[:, 0] = x.detach().mean(0)
+        self.mean[::2, 1] = 0.5
+        y = torch.exp(-(self.rest(x) * self.mean.clone()[:, 0]).square()) * self.mean[:, 1].clone()
+        self.mean[:, 2:].mul_(0.5)
+        return (y + torch.sigmoid(x + self.mean[:, 2:].sum(1) + self.mean[:, 1])).square().mean()
+
+
+class Checkpointed(Net):
+    """A checkpoint of torch's, and a BatchNorm whose statistics are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.rest, self.norm(x), use_reentrant=False).square().mean()
+
+
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     model(x.clone()).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [RunningMean, OwnInput, InputAsItWas, Spectral])
+@pytest.mark.parametrize("kind", [RunningMean, OwnInput, InputAsItWas, Spectral, Row, Parts, Checkpointed])
 def test_gradients_are_eagers_where_the_forward_writes_over_what_it_read(kind: type[Net]) -> None:
     torch.manual_seed(0)
     eager, x = kind(), torch.randn(512, 32)
