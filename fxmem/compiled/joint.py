@@ -107,7 +107,8 @@ def _written_over(graph_module: fx.GraphModule, after: set[fx.Node]) -> dict[fx.
     effects = [n for n in _computed(graph_module) if n.target in COPIES and n not in after]
     found = {viewed(n.args[0]): None for n in effects}  # type: ignore[arg-type]
     for node in _computed(graph_module):
-        is_of_them = bool(node.args) and node.args[0] in found and node not in after and node not in effects
+        first = node.args[0] if node.args else None
+        is_of_them = isinstance(first, fx.Node) and first in found and node not in after and node not in effects
         if is_of_them and (is_view(node) or _may_be_in_place(node)):
             found[node] = None
     return found
