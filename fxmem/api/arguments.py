@@ -248,6 +248,19 @@ def is_in_background(plan: str) -> bool:
     return _known("plan", plan, ("now", "background")) == "background"
 
 
+BACKENDS = ("eager", "inductor")
+AUTO = "auto"
+"""The cheaper one, for :func:`fxmem.optimize`."""
+
+
+def check_backend(backend: str, *others: str) -> str:
+    """Return ``backend``; ``others``: what is known beside :data:`BACKENDS`. Errors: ``InputError`` if it is none."""
+    known = (*BACKENDS, *others)
+    if backend not in known:
+        raise InputError(f"unknown backend {backend!r}; known: {', '.join(known)}")
+    return backend
+
+
 def check_methods(model: torch.nn.Module, methods: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the methods to plan. Errors: ``InputError`` if one is no method of ``model``."""
     kind = type(model)

@@ -55,17 +55,6 @@ if TYPE_CHECKING:
 Example = tuple[Any, dict[str, Any] | None]
 BudgetArguments = tuple[float | None, float | str | None, float | None]
 """``budget_gb``, ``budget``, ``budget_mb``."""
-BACKENDS = ("eager", "inductor")
-AUTO = "auto"
-"""The cheaper one, for :func:`fxmem.optimize`."""
-
-
-def check_backend(backend: str, *others: str) -> str:
-    """Return ``backend``; ``others``: what is known beside :data:`BACKENDS`. Errors: ``InputError`` if it is none."""
-    known = (*BACKENDS, *others)
-    if backend not in known:
-        raise InputError(f"unknown backend {backend!r}; known: {', '.join(known)}")
-    return backend
 
 
 @with_options

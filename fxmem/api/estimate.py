@@ -15,6 +15,7 @@ import torch
 
 from fxmem.api.arguments import (
     Options,
+    check_backend,
     check_model,
     example_of,
     region_of_step,
@@ -23,7 +24,6 @@ from fxmem.api.arguments import (
     without_measuring,
 )
 from fxmem.api.budget import parse_bytes
-from fxmem.api.compiled import check_backend, compiled_estimate
 from fxmem.api.frontier import Frontier
 from fxmem.api.question import Question
 from fxmem.capture.dynamic_batch import largest_batch
@@ -183,6 +183,8 @@ def estimate(
     Errors: ``InputError``, ``CaptureError``, ``ProfileError``.
     """
     if check_backend(backend) == "inductor":
+        from fxmem.api.compiled import compiled_estimate  # which imports Dynamo
+
         if device is not None:
             raise InputError('device= is not for backend="inductor"; move the model there')
         return cast(Estimate, compiled_estimate(model, (example_args, example_kwargs), options))

@@ -8,8 +8,15 @@ from typing import Any, Unpack
 
 import torch
 
-from fxmem.api.arguments import Options, check_model, example_of, region_of_step, settings_of, with_options
-from fxmem.api.compiled import check_backend, compiled_frontier
+from fxmem.api.arguments import (
+    Options,
+    check_backend,
+    check_model,
+    example_of,
+    region_of_step,
+    settings_of,
+    with_options,
+)
 from fxmem.capture.export import capture
 from fxmem.compiled.report import CompiledCost
 from fxmem.errors import in_units
@@ -78,6 +85,8 @@ def frontier(
       plan's overhead is its gap: no lower bound is known.
     """
     if check_backend(backend) == "inductor":
+        from fxmem.api.compiled import compiled_frontier  # which imports Dynamo
+
         return _compiled(compiled_frontier(model, (example_args, example_kwargs), options))
     check_model(model)
     inputs, settings = example_of(model, example_args, example_kwargs), settings_of(options)

@@ -379,5 +379,6 @@ class LoopPlans:
 
 def _states_of(model: torch.nn.Module) -> Iterator[Any]:
     """Yield the buffers of a model, and tensors that its modules have as attributes."""
+    yield from model.buffers()
     for module in model.modules():
-        yield from (*module._buffers.values(), *vars(module).values())
+        yield from vars(module).values()

@@ -14,7 +14,9 @@ from typing import Any, Unpack, cast
 import torch
 
 from fxmem.api.arguments import (
+    AUTO,
     Options,
+    check_backend,
     check_example,
     check_methods,
     check_optimizable,
@@ -24,7 +26,7 @@ from fxmem.api.arguments import (
 )
 from fxmem.api.budget import parse_budget
 from fxmem.api.cheaper_backend import compiled_if_cheaper
-from fxmem.api.compiled import AUTO, BudgetArguments, CompiledModule, check_backend, compiled_module
+from fxmem.api.compiled import BudgetArguments, CompiledModule, compiled_module
 from fxmem.api.planned_class import FxMemModule, PlannedModule, optimize_in_place, optimized, restored
 from fxmem.api.prepare import prepare
 from fxmem.devices import device_named

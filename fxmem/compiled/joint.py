@@ -21,6 +21,8 @@ from fxmem.torch_private import OpOverload, arguments_by_name, schema_of, tree_l
 
 COPIES = with_role(CompiledRole, "copy")
 """What writes to the step's inputs, such as the running statistics of a BatchNorm."""
+(KEPT,) = with_role(CompiledRole, "kept")
+"""What keeps an input as it is before it is written over."""
 _SAME_MEMORY = with_role(CompiledRole, "view")
 """Views where sizes allow, which in a compiled graph they do."""
 
@@ -136,7 +138,7 @@ def _copy_what_is_written_over(graph_module: fx.GraphModule, after: set[fx.Node]
         if readers:
             place = _computed(graph_module)[0] if node.op == "placeholder" else node.next
             with graph_module.graph.inserting_before(place):
-                copy = graph_module.graph.call_function(torch.ops.aten.clone.default, (node,))
+                copy = graph_module.graph.call_function(KEPT, (node,))
             copy.meta = dict(node.meta)
             for reader in readers:
                 reader.replace_input_with(node, copy)

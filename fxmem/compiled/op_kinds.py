@@ -26,7 +26,7 @@ FLOPS_OF_MAXIMUM = 500
 """Of one maximum of a window with its place, which Inductor's C++ compares one number at a time."""
 FUSED = 0.5
 """Share of a fused kernel's traffic that it costs to run it again: its result stays in the kernel that asks."""
-_POINTWISE, _REDUCTIONS = with_role(CompiledRole, "pointwise"), with_role(CompiledRole, "reduction")
+_POINTWISE, _REDUCTIONS = with_role(CompiledRole, "pointwise", "kept"), with_role(CompiledRole, "reduction")
 _SERIES, _LONG_SERIES = with_role(CompiledRole, "series"), with_role(CompiledRole, "long series")
 _MAXIMA = with_role(CompiledRole, "maximum")
 _PRODUCTS, _SUMS = with_role(CompiledRole, "product"), with_role(CompiledRole, "sum")

@@ -18,6 +18,7 @@ _MLPS, _MEET = "test_mlps_in_pieces_have_eagers_gradients", "test_samples_that_m
 _PRICED = "test_what_is_computed_by_a_series_or_drawn_costs_more_than_what_moves_bytes_only"
 _LOWERED = "test_the_wrapper_of_a_graph_is_code_that_runs_on_fakes_and_no_kernel_is_compiled"
 _SUMMED = "test_gradients_of_a_residual_do_not_stay_until_the_backward_is_over"
+_WRITTEN = "test_gradients_are_eagers_where_the_forward_writes_over_what_it_read"
 _LAID_OUT = "test_copies_of_weights_to_channels_last_are_spared_where_memory_is_short"
 _CHAINS = "test_each_op_of_a_chain_has_eagers_bits_in_a_kernel"
 _PROGRAM = "test_steps_as_programs_have_eagers_bits_and_stay_within_the_plan"
@@ -83,7 +84,7 @@ FACTS: tuple[OpFact, ...] = (
     OpFact(
         (
             *_aten(
-                "full where clone _to_copy full_like scalar_tensor expand index _unsafe_index constant_pad_nd cat "
+                "full where _to_copy full_like scalar_tensor expand index _unsafe_index constant_pad_nd cat "
                 "embedding gather slice_scatter select_scatter copy avg_pool2d avg_pool2d_backward"
             ),
             *("prims.iota", "prims.convert_element_type", "prims.broadcast_in_dim"),
@@ -105,6 +106,7 @@ FACTS: tuple[OpFact, ...] = (
     OpFact(_aten("mm.default"), CompiledRole("product"), _COMPILED, _SUMMED),
     OpFact(_aten("add.Tensor"), CompiledRole("sum"), _COMPILED, _SUMMED),
     OpFact(_aten("copy_.default"), CompiledRole("copy"), _COMPILED, _LOWERED),
+    OpFact(_aten("clone.default"), CompiledRole("kept"), _COMPILED, _WRITTEN),
     OpFact(_aten("convolution.default convolution_backward.default"), CompiledRole("laid out"), _COMPILED, _LAID_OUT),
     OpFact(_aten("reshape.default _unsafe_view.default"), CompiledRole("view"), _COMPILED, _LOWERED),
     OpFact(
