@@ -32,7 +32,6 @@ from fxmem.api.arguments import (
 from fxmem.api.budget import parse_budget
 from fxmem.api.planned_class import PlannedModule, optimize_in_place, optimized, restored
 from fxmem.api.post_mortem import add_post_mortem
-from fxmem.api.twins import with_method
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.capture.pytrees import looked_into
 from fxmem.compiled.report import CompiledCost, CompiledEstimate, CompiledReport
@@ -312,19 +311,12 @@ class CompiledModule(PlannedModule):
     """
 
     _fxmem: CompiledNamespace
+    _fxmem_namespace = CompiledNamespace
 
     @property
     def fxmem(self) -> CompiledNamespace:
         """Reports and original of this module."""
         return self._fxmem
-
-    @staticmethod
-    def _fxmem_of(original: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> CompiledNamespace:
-        planned = CompiledNamespace(original, settings)
-        for name in methods:
-            if name != "forward":
-                planned.methods[name] = CompiledNamespace(with_method(original, name), settings)
-        return planned
 
 
 def bounded_settings(model: torch.nn.Module, example: Example, budget: BudgetArguments, options: Options) -> Settings:

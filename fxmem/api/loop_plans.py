@@ -70,6 +70,8 @@ class LoopPlans:
         self._region = LatestRegion()
         self._held_bytes = 0
         """Of the outputs of the call before that were alive as the latest one began."""
+        self._are_states_left_out = False
+        """Of outputs of steps before, those that the model has as its state."""
         self._warned: set[str] = set()
         self._loss_watch = None if settings.step.loss_fn is not None else LossWatch()
         """None where the loss is known."""
@@ -157,10 +159,12 @@ class LoopPlans:
             self._watch.look()  # a model in pieces is planned for the step asked for alone
             return self._compiled(self._settings.step, inputs, autocast)
         held_bytes = self._held_bytes = self._watch.look()
-        self._watch.old_outputs.leave_out(lambda: (*inputs.leaves, *_states_of(self._model)))
         if self._watch.is_new_step:
             self._look_at_loss()
             self._tell_of_outputs()
+        if self._watch.old_outputs.kept_bytes:  # which few loops have: going over all modules takes time
+            self._watch.old_outputs.leave_out(lambda: (*inputs.leaves, *_states_of(self._model)))
+            self._are_states_left_out = True
             if self._settings.background:
                 self.end_searches()
         try:
@@ -193,7 +197,7 @@ class LoopPlans:
     def _tell_of_outputs(self) -> None:
         """Warn, once, where outputs of steps before stayed through the backward of the latest one, which no plan counts."""
         kept_bytes, latest = self._watch.old_outputs.kept_bytes, self._latest.latest
-        if not kept_bytes or latest is None or OUTPUTS in self._warned:
+        if not (kept_bytes and self._are_states_left_out) or latest is None or OUTPUTS in self._warned:
             return
         peak_bytes, budget_bytes = kept_bytes + self._most_bytes(latest, in_forward=False), latest.report.budget_bytes
         if budget_bytes is None or peak_bytes <= budget_bytes:

@@ -79,6 +79,8 @@ class PlannedModule(torch.nn.Module):
 
     _fxmem: Any
     """What fxmem knows of the module: a :class:`Namespace`, or what has of it all that is used here."""
+    _fxmem_namespace: type[Any]
+    """Its class."""
     _fxmem_own: dict[str, Any]
     _fxmem_kind: type[torch.nn.Module]
     """The original's class."""
@@ -94,10 +96,14 @@ class PlannedModule(torch.nn.Module):
             return super().__new__(cls)  # to be filled by __setstate__
         return cls._fxmem_kind(*args, **kwargs)
 
-    @staticmethod
-    def _fxmem_of(original: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> Any:
+    @classmethod
+    def _fxmem_of(cls, original: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> Any:
         """Return what is known of ``original`` before any call: its settings, for its forward and each of ``methods``."""
-        raise NotImplementedError
+        planned = cls._fxmem_namespace(original, settings)
+        for name in methods:
+            if name != "forward":
+                planned.methods[name] = cls._fxmem_namespace(with_method(original, name), settings)
+        return planned
 
     @staticmethod
     def _fxmem_over(planned: Any) -> None:
@@ -168,6 +174,7 @@ class FxMemModule(PlannedModule):
     """
 
     _fxmem: Namespace
+    _fxmem_namespace = Namespace
     _fxmem_apart = (*HOOKS, "_compiled_call_impl")
 
     @property
@@ -175,13 +182,10 @@ class FxMemModule(PlannedModule):
         """Report, plan, emitted graph and original of this module."""
         return self._fxmem
 
-    @staticmethod
-    def _fxmem_of(original: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> Namespace:
-        planned = Namespace(original, settings)
+    @classmethod
+    def _fxmem_of(cls, original: torch.nn.Module, settings: Settings, methods: Sequence[str]) -> Namespace:
+        planned: Namespace = super()._fxmem_of(original, settings, methods)
         planned.step_in_backwards()
-        for name in methods:
-            if name != "forward":
-                planned.methods[name] = Namespace(with_method(original, name), settings)
         return planned
 
     @staticmethod
@@ -296,7 +300,7 @@ def _hooks_in(names: Container[str]) -> list[str]:
 
 def _base_of(kind: type[PlannedModule]) -> type[PlannedModule]:
     """Return how objects of a class are planned: what the class was made from."""
-    return next(base for base in kind.__mro__ if issubclass(base, PlannedModule) and "_fxmem_of" in vars(base))
+    return next(base for base in kind.__mro__ if issubclass(base, PlannedModule) and "_fxmem_namespace" in vars(base))
 
 
 def _looked_at(method: Callable[..., Any]) -> Callable[..., Any]:
