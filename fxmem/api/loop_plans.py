@@ -162,11 +162,11 @@ class LoopPlans:
         if self._watch.is_new_step:
             self._look_at_loss()
             self._tell_of_outputs()
+            if self._settings.background:
+                self.end_searches()
         if self._watch.old_outputs.kept_bytes:  # which few loops have: going over all modules takes time
             self._watch.old_outputs.leave_out(lambda: (*inputs.leaves, *_states_of(self._model)))
             self._are_states_left_out = True
-            if self._settings.background:
-                self.end_searches()
         try:
             return self._for_loop(held_bytes, inputs, autocast)
         except OtherSizeError as error:
