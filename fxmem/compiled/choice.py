@@ -11,8 +11,8 @@ NOTE [Monotone budgets]
    nearly right, and low rather than high: plans that recompute more are lowered to what takes more than planned, of
    transformers little (2 % of what plans spare, in GPT-2), of convolutions a third of it (MobileNet-V2). So for budgets in
    the lower half of what plans spare the deepest one is lowered too, and where it is off by more than :data:`OFF` the one
-   in the middle; others are taken to be off as on a line through both, less :data:`OFF`. Of the deepest one only what is
-   lowered counts: what it fits is not refused.
+   in the middle; others are taken to be off by no less than the better of both, less :data:`OFF`. Of the deepest one only
+   what is lowered counts: what it fits is not refused.
 3. A budget takes the first that fits, or of the finer ones just before it the first that fits and gains :data:`GAIN`. What
    fits a lower budget fits a higher one, so more bytes never cost more time, though peaks of lowered plans need not fall as
    the planner's do. Two to five are lowered for most budgets, more where none of many takes as little as planned.
@@ -182,23 +182,15 @@ class Candidates(Generic[P]):
             return known_bytes
         off = self._off_bytes(last, run)
         slack = OFF * (self.runs[0].needed_bytes - self.runs[last].needed_bytes)
-        if off <= slack:
-            return known_bytes
-        if middle == last:
-            middle = 0
-        off_in_middle = self._off_bytes(middle, run) if middle else 0
-        deeper = self._spared_bytes(place) - self._spared_bytes(middle)
-        share = deeper / (self._spared_bytes(last) - self._spared_bytes(middle))
-        return known_bytes + max(0, int(off_in_middle + share * (off - off_in_middle) - slack))
+        if off > slack and middle not in (0, last):
+            off = min(off, self._off_bytes(middle, run))
+        return known_bytes + max(0, int(off - slack))
 
     def _off_bytes(self, place: int, run: Run[P]) -> int:
         """Return how much more a lowered candidate takes than guessed, but for the end of the step."""
         lowered = self._lowered(place, run)
         most_bytes = max(lowered.forward_peak_bytes, lowered.backward_peak_bytes)
         return most_bytes - self._guessed_bytes(place, self.runs[0].peak_bytes)
-
-    def _spared_bytes(self, place: int) -> int:
-        return self.points[0].peak_bytes - self.points[place].peak_bytes
 
     def _guessed_bytes(self, place: int, first_bytes: int) -> int:
         return self.points[place].peak_bytes + first_bytes - self.points[0].peak_bytes

@@ -11,8 +11,8 @@ buffer that a later one can take over, for layers on end, where it guesses that 
 kernels between two other ops into one function, whose buffers are all there at once. And Inductor fuses a kernel with one
 that it reads also where something else reads that one earlier: all that the kernel reads is then made earlier too. A layer
 that is recomputed on the way to another, and once more for itself, is so made twice at once, where it reads one mask. A
-tight backward does none of these. Where code takes much more than planned it is tried too
-(:func:`fxmem.compiled.step_run.least_of`), and of the deepest plan always.
+tight backward does none of these, and takes care of what convolutions take inside (below). Where code takes much more than
+planned it is tried too (:func:`fxmem.compiled.step_run.least_of`), and of the deepest plan always.
 
 NOTE [What convolutions read]
 
@@ -20,6 +20,21 @@ Where Inductor has convolutions in channels last, it lays out each input of a gr
 begins, and what the forward saves of that input for the backward is the copy: a step holds two of each weight. Here such
 inputs are saved as they are: convolutions lay them out when they run, the copy goes after it, and a convolution's backward
 takes weights as they are. A step takes as long.
+
+NOTE [What convolutions take inside]
+
+oneDNN's backward of a depthwise convolution that is given channels last lays the weights out in blocks of 16 x 16, 256
+times their bytes: 30 MB beside activations of 0.3 MB, at the end of EfficientNet. Given plain layouts it takes 0.5 MB, and
+half as long again. Which layout takes less depends on shapes, and is measured. In a tight backward a convolution that takes
+less than half as much beside plain copies of what it reads gets these.
+
+NOTE [Layouts of both halves]
+
+Inductor has a graph's convolutions in channels last where it finds one in it, and counts none of a backward's (torch 2.13,
+on the CPU). So a backward that recomputes no convolution is laid out otherwise than its forward: what convolutions read is
+copied to the order that the weight's gradient has, for depthwise ones neither plain nor channels last, which oneDNN
+lays out once more. That takes a third of MobileNet-V2's step. Here a backward is laid out as its forward, whatever it
+recomputes.
 
 NOTE [Scatters before convolutions]
 
@@ -43,17 +58,25 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 from torch._inductor import config as inductor_config
+from torch._inductor import graph as inductor_graph
 from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
 from torch._inductor.graph import GraphLowering
+from torch._inductor.lowering import maybe_layout_constraints, require_contiguous
 from torch._inductor.virtualized import V
 
+from fxmem.compiled.scratch import scratch_bytes
 from fxmem.op_facts.kinds import CompiledRole
 from fxmem.op_facts.lookup import with_role
 from fxmem.torch_patches.replacing import replaced_here
+from fxmem.torch_private import without_modes
 
 LAID_OUT = with_role(CompiledRole, "laid out")
+
+MUCH_MORE = 2
+"""Times what a convolution takes in plain layouts (NOTE [What convolutions take inside])."""
 
 
 class Levers(NamedTuple):
@@ -67,18 +90,26 @@ class Levers(NamedTuple):
         """Have Inductor compile the forward or the backward so in the body."""
         settings: dict[str, Any] = {"layout_optimization": False} if self.layouts_left else {}
         apart: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        in_time = apart
+        in_time = lean = alike = apart
+        if is_backward:
+            alike = replaced_here(GraphLowering, "decide_layout_opt", _laid_out_in_both)
         if self.tight_backward and is_backward:
             settings |= {"score_fusion_memory_threshold": sys.maxsize, "allow_buffer_reuse": False}
             apart = replaced_here(CppScheduling, "_get_scheduled_num_args", _full_with_one)
             in_time = V.set_choices_handler(_fusing_in_time())
+            lean = replaced_here(inductor_graph, "maybe_layout_constraints", _lean_in_plain_layouts)
         laid_out = replaced_here(GraphLowering, "find_nodes_prefer_channels_last", _laid_out_at_once)
         fused = replaced_here(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _run_as_one)
-        with inductor_config.patch(settings), laid_out, fused, apart, in_time:
+        with inductor_config.patch(settings), laid_out, fused, apart, in_time, lean, alike:
             yield
 
 
 NO_LEVERS = Levers()
+
+
+def _laid_out_in_both(*args: Any, decide: Callable[..., bool] = GraphLowering.decide_layout_opt, **kwargs: Any) -> bool:
+    """Stands for ``GraphLowering.decide_layout_opt`` (NOTE [Layouts of both halves]); the graph is the last argument."""
+    return decide(args[-1], **kwargs) or lays_out(args[-1])
 
 
 def _laid_out_at_once(
@@ -127,9 +158,46 @@ def _is_in_time(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) 
     return all(maker is None or maker.max_order < first for maker in makers)
 
 
+def _lean_in_plain_layouts(
+    op: Any, found_by: Callable[[Any], Any] = maybe_layout_constraints
+) -> Callable[..., tuple[Any, Any]] | None:
+    """Stands for ``maybe_layout_constraints``, which returns what lays an op's inputs out, or None (NOTE [What convolutions
+    take inside])."""
+    usual = found_by(op)
+    if op not in LAID_OUT:
+        return usual  # type: ignore[no-any-return]
+
+    def lay_out(node: fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if _is_lean_in_plain_layouts(node):
+            node.meta["should_fallback"] = True  # else Inductor lays out anew what it is given
+            return require_contiguous(node, *args, **kwargs)  # type: ignore[no-any-return]
+        return (args, kwargs) if usual is None else usual(node, *args, **kwargs)
+
+    return lay_out
+
+
+def _is_lean_in_plain_layouts(node: fx.Node) -> bool:
+    """True if a convolution of images takes much less inside where it is not given channels last."""
+    given: list[Any] = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    images = [i for i, arg in enumerate(given) if isinstance(arg, torch.Tensor) and arg.ndim == 4][:-1]  # and a weight
+    if not images:
+        return False
+    plain_bytes, usual_bytes = (
+        scratch_bytes(node.target, _laid_out(given, images, layout), node.kwargs)
+        for layout in (torch.contiguous_format, torch.channels_last)
+    )
+    return bool(MUCH_MORE * (plain_bytes + sum(given[i].nbytes for i in images)) < usual_bytes)
+
+
+def _laid_out(given: Sequence[Any], images: Sequence[int], layout: torch.memory_format) -> tuple[Any, ...]:
+    """Return the arguments of an op with those at ``images`` laid out anew."""
+    with without_modes():
+        return tuple(torch.empty_like(a, memory_format=layout) if i in images else a for i, a in enumerate(given))
+
+
 def lays_out(graph_module: fx.GraphModule) -> bool:
-    """True if Inductor would copy the weights of a graph's convolutions to channels last, on the CPU, where a convolution
-    lays out what it is given by itself."""
+    """True if Inductor would have a graph's convolutions in channels last, on the CPU, where one lays out what it is given
+    by itself."""
     found = [node for node in graph_module.graph.nodes if node.target in LAID_OUT]
     on_cpu = all(n.args[1].meta["val"].device.type == "cpu" for n in found)
     return (

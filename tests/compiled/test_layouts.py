@@ -1,0 +1,144 @@
+"""How convolutions of a backward are laid out: as those of its forward, and plain where they take much less inside so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import default_partition
+from torch import fx, nn
+
+import fxmem
+from benchmarks.measure import allocator_rise_bytes
+from fxmem.compiled.levers import Levers
+from fxmem.compiled.lower import function_of, lowered_backward
+from fxmem.compiled.scratch import scratch_bytes
+from fxmem.torch_private import FakeTensorMode
+from tests.compiled.seat import in_the_seat
+
+BACKWARD = torch.ops.aten.convolution_backward.default
+
+
+class Seen(FakeTensorMode):
+    """Fakes that note what backwards of convolutions are given."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is BACKWARD:
+            self.given.append(args)
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def given_in_backward(model: nn.Module, x: torch.Tensor, levers: Levers | None) -> list[tuple[Any, ...]]:
+    """Return the arguments of each convolution's backward, in code made with ``levers``, or as Inductor makes it."""
+    found: list[tuple[Any, ...]] = []
+
+    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
+        _, backward = default_partition(joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
+        given = [n.meta["val"] for n in backward.graph.find_nodes(op="placeholder")]
+        images = [t.ndim == 4 and t.shape[-1] == x.shape[-1] for t in given]
+        for node, is_image in zip(backward.graph.find_nodes(op="placeholder"), images, strict=True):
+            if is_image:  # as a forward in channels last saves it
+                val = torch.empty_like(node.meta["val"], memory_format=torch.channels_last)
+                node.meta = {**node.meta, "val": val}
+        num_saved = sum("tangents" not in n.name for n in backward.graph.find_nodes(op="placeholder"))
+        if levers is None:
+            wrapper = lowered_backward(backward, num_saved, ())
+        else:
+            with levers.pulled(is_backward=True):
+                wrapper = lowered_backward(backward, num_saved, ())
+        with Seen() as seen:
+            inputs = [
+                torch.empty_strided(n.meta["val"].shape, n.meta["val"].stride())
+                for n in backward.graph.find_nodes(op="placeholder")
+            ]
+            function_of(wrapper, lambda *call: None)(inputs)
+        found.extend(seen.given)
+
+    in_the_seat(look, model, x)
+    return found
+
+
+def depthwise(channels: int, size: int) -> tuple[nn.Module, torch.Tensor]:
+    convolution = nn.Conv2d(channels, channels, 5, padding=2, groups=channels, bias=False)
+    return nn.Sequential(convolution, nn.ReLU()), torch.randn(2, channels, size, size)
+
+
+def is_in_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("as_forward", [False, True])
+def test_decide_layout_opt_decides_how_a_backward_without_convolutions_of_its_own_is_laid_out(as_forward: bool) -> None:
+    model, x = depthwise(16, 24)
+    ((gradient, image, *_),) = given_in_backward(model, x, Levers() if as_forward else None)
+    assert is_in_channels_last(gradient) is as_forward
+    assert is_in_channels_last(image) is as_forward
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_maybe_layout_constraints_has_a_convolution_that_takes_much_inside_given_plain_copies(tight: bool) -> None:
+    model, x = depthwise(256, 4)
+    ((gradient, image, weight, *rest),) = given_in_backward(model, x, Levers(tight_backward=tight))
+    assert is_in_channels_last(image) is not tight
+    assert gradient.is_contiguous() is tight
+    usual, plain = (
+        scratch_bytes(
+            BACKWARD, [torch.empty_like(t, memory_format=layout) for t in (gradient, image)] + [weight, *rest], {}
+        )
+        for layout in (torch.channels_last, torch.contiguous_format)
+    )
+    assert usual > 10 * plain
+
+
+@pytest.mark.slow
+def test_a_step_of_depthwise_convolutions_keeps_a_budget_with_the_layouts_of_keeping_all() -> None:
+    """What is recomputed changes no layout, so gradients are the bits of keeping all."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 1)]
+    for _ in range(3):
+        layers += [nn.Conv2d(32, 32, 3, padding=1, groups=32), nn.BatchNorm2d(32), nn.SiLU()]
+    model, x = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1)), torch.randn(4, 3, 32, 32)
+    options: dict[str, Any] = {"optimizer": "sgd", "backend": "inductor", "loss_fn": torch.sum}
+    kept = fxmem.optimize(copy.deepcopy(model), x, budget_gb=1, **options)
+    peak_bytes = kept.fxmem.report.predicted_peak_bytes
+    deep = fxmem.optimize(copy.deepcopy(model), x, budget=int(0.85 * peak_bytes), **options)
+    assert deep.fxmem.report.num_recomputed
+    assert not deep.fxmem.report.layouts_left
+    assert not deep.fxmem.report.tight_backward
+    assert all(map(torch.equal, gradients(kept, kept, x), gradients(deep, deep, x)))
+
+
+@pytest.mark.slow
+def test_what_convolutions_take_inside_is_spared_where_memory_is_short() -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 192, 1)]
+    for _ in range(3):
+        layers += [nn.Conv2d(192, 192, 5, padding=2, groups=192), nn.BatchNorm2d(192), nn.SiLU()]
+    model, x = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1)), torch.randn(4, 3, 8, 8)
+    options: dict[str, Any] = {"optimizer": "sgd", "backend": "inductor", "loss_fn": torch.sum}
+    deep = fxmem.optimize(copy.deepcopy(model), x, budget="2MB", **options)
+    report = deep.fxmem.report
+    assert report.tight_backward
+    assert 2 * report.predicted_peak_bytes < report.keep_all_peak_bytes
+
+    def step() -> None:
+        output = deep(x)
+        output.sum().backward()
+        deep.zero_grad()
+
+    step()
+    here = sum(t.nbytes for t in (*deep.parameters(), *deep.buffers(), x))
+    assert here + allocator_rise_bytes(step) == report.predicted_peak_bytes
+    expected = gradients(torch.compile(model), model, x)
+    assert all(map(torch.allclose, gradients(deep, deep, x), expected)), "by rounding, as other kernels sum"
+
+
+def gradients(forward: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    forward(x).sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
