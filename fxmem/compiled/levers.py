@@ -199,7 +199,7 @@ def lays_out(graph_module: fx.GraphModule) -> bool:
     """True if Inductor would have a graph's convolutions in channels last, on the CPU, where one lays out what it is given
     by itself."""
     found = [node for node in graph_module.graph.nodes if node.target in LAID_OUT]
+    by_itself = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    is_default = inductor_config.layout_optimization and not inductor_config.force_layout_optimization
     on_cpu = all(n.args[1].meta["val"].device.type == "cpu" for n in found)
-    return (
-        bool(found) and on_cpu and inductor_config.layout_optimization and not inductor_config.force_layout_optimization
-    )
+    return bool(found) and on_cpu and by_itself and is_default

@@ -168,9 +168,11 @@ def whole_graphs() -> Iterator[None]:
 
 
 def passing_dynamo(error: FxMemError) -> FxMemError:
-    """Return ``error`` such that Dynamo hands it on as it is, instead of one of its own that quotes it."""
-    kind = type(error)
-    error.__class__ = type(kind.__name__, (kind, ShortenTraceback), {"first_useful_frame": None})
+    """Return ``error`` such that Dynamo hands it on as it is, instead of one of its own that quotes it; what Dynamo adds to
+    its message is not told."""
+    kind, message = type(error), str(error)
+    attributes = {"first_useful_frame": None, "__str__": lambda self: message, "__module__": kind.__module__}
+    error.__class__ = type(kind.__name__, (kind, ShortenTraceback), attributes)
     return error
 
 

@@ -302,6 +302,7 @@ def test_a_budget_that_no_plan_fits_is_refused_before_compiling() -> None:
     with pytest.raises(fxmem.InfeasibleBudgetError, match="least reachable peak") as caught:
         fxmem.optimize(model, x, budget_mb=0.1, **OPTIONS)
     assert caught.value.least_bytes > 100_000
+    assert str(caught.value).endswith("smaller micro-batch."), "what Dynamo adds to errors is not told"
 
 
 @pytest.mark.exhaustive
