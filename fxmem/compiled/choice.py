@@ -215,7 +215,7 @@ class Taken(NamedTuple, Generic[P]):
 
     @property
     def levers(self) -> Levers:
-        return Levers(self.layouts_left or self.run.layouts_left, self.run.tight_backward)
+        return Levers(self.layouts_left or self.run.layouts_left, self.run.tightness)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from fxmem.compiled.joint import is_tangent, outputs_of
 from fxmem.compiled.levers import LAID_OUT, NO_LEVERS, Levers
 from fxmem.compiled.lower import function_of, lowered_backward, lowered_forward
 from fxmem.compiled.scratch import copy_seconds, op_seconds, scratch_bytes
-from fxmem.compiled.step_run import StepRun
+from fxmem.compiled.step_run import TIGHT, StepRun
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.compiled.wrapper import Wrapper
 from fxmem.errors import FxMemError, ProfileError, first_lines
@@ -79,10 +79,10 @@ class LoweredGraph:
         codes = (self.forward, self._backward_code)
         return any(code.loses_writes for code in codes if code is not None)
 
-    def tight(self) -> LoweredGraph:
-        """Return the same with a tight backward."""
+    def tight(self, tightness: int = TIGHT) -> LoweredGraph:
+        """Return the same with a tight backward (:data:`~fxmem.compiled.step_run.TIGHTNESSES`)."""
         other = copy.copy(self)
-        other.levers, other._backward_code = self.levers._replace(tight_backward=True), None
+        other.levers, other._backward_code = self.levers._replace(tightness=tightness), None
         return other
 
     @property

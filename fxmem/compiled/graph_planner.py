@@ -170,7 +170,7 @@ class GraphPlanner:
             return replace(found, loses_writes=graph.loses_writes)
 
         graph = self.lowered(point.plan, Levers(layouts_left))
-        return least_of(run(graph), enough_bytes, lambda: run(graph.tight()))
+        return least_of(run(graph), enough_bytes, lambda tightness: run(graph.tight(tightness)))
 
 
 def taken_within(budget_bytes: int | None, choices: Choices[P], around: Surroundings, where: str = STEP) -> Taken[P]:
@@ -214,7 +214,8 @@ def report_of(
         num_recomputed,
         num_lowered,
         plan_seconds,
-        *taken.levers,
+        taken.levers.layouts_left,
+        bool(taken.levers.tightness),
         taken.run.most_bytes,
         num_calls,
     )

@@ -14,6 +14,15 @@ that is recomputed on the way to another, and once more for itself, is so made t
 tight backward does none of these, and takes care of what convolutions take inside (below). Where code takes much more than
 planned it is tried too (:func:`fxmem.compiled.step_run.least_of`), and of the deepest plan always.
 
+NOTE [What is written when]
+
+Inductor computes what a single op reads when it comes to that op. Where a layer is run again just before the convolution's
+backward that reads its result and a gradient, that gradient is not there yet meanwhile, but all that it is computed from.
+What two ops read, it computes for each. And what reads five values, such as a batch norm, it writes once for all readers,
+where another one may be much later. A backward in order writes what ops read before the next op runs, once, and computes
+the others anew for each reader. Deep plans of convolutions then take what was planned (MobileNet-V2's deepest 41.9 MB, and
+57.8 with a tight backward alone); of attention, some take more.
+
 NOTE [What convolutions read]
 
 Where Inductor has convolutions in channels last, it lays out each input of a graph that one reads as soon as the graph
@@ -54,6 +63,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -64,16 +74,22 @@ from torch._inductor import config as inductor_config
 from torch._inductor import graph as inductor_graph
 from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import maybe_layout_constraints, require_contiguous
 from torch._inductor.virtualized import V
 
+from fxmem.compiled.op_kinds import is_generated
 from fxmem.compiled.scratch import scratch_bytes
+from fxmem.compiled.step_run import IN_ORDER
 from fxmem.op_facts.kinds import CompiledRole
 from fxmem.op_facts.lookup import with_role
 from fxmem.torch_patches.replacing import replaced_here
 from fxmem.torch_private import without_modes
 
 LAID_OUT = with_role(CompiledRole, "laid out")
+
+MOST_READS_IN_ORDER = 8
+"""Of a value that is computed again for each reader (NOTE [What is written when]): twice as many as Inductor's default."""
 
 MUCH_MORE = 2
 """Times what a convolution takes in plain layouts (NOTE [What convolutions take inside])."""
@@ -83,24 +99,27 @@ class Levers(NamedTuple):
     """How a graph is compiled beside its plan."""
 
     layouts_left: bool = False  # convolutions are laid out as they are
-    tight_backward: bool = False  # kernels are not made one that read the same or follow each other, no buffer is held
+    tightness: int = 0  # of the backward: one of TIGHTNESSES, or 0
 
     @contextlib.contextmanager
     def pulled(self, *, is_backward: bool) -> Iterator[None]:
         """Have Inductor compile the forward or the backward so in the body."""
         settings: dict[str, Any] = {"layout_optimization": False} if self.layouts_left else {}
-        apart: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        in_time = lean = alike = apart
-        if is_backward:
-            alike = replaced_here(GraphLowering, "decide_layout_opt", _laid_out_in_both)
-        if self.tight_backward and is_backward:
-            settings |= {"score_fusion_memory_threshold": sys.maxsize, "allow_buffer_reuse": False}
-            apart = replaced_here(CppScheduling, "_get_scheduled_num_args", _full_with_one)
-            in_time = V.set_choices_handler(_fusing_in_time())
-            lean = replaced_here(inductor_graph, "maybe_layout_constraints", _lean_in_plain_layouts)
-        laid_out = replaced_here(GraphLowering, "find_nodes_prefer_channels_last", _laid_out_at_once)
-        fused = replaced_here(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _run_as_one)
-        with inductor_config.patch(settings), laid_out, fused, apart, in_time, lean, alike:
+        with contextlib.ExitStack() as stack:
+            pull = stack.enter_context
+            pull(replaced_here(GraphLowering, "find_nodes_prefer_channels_last", _laid_out_at_once))
+            pull(replaced_here(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _run_as_one))
+            if is_backward:
+                pull(replaced_here(GraphLowering, "decide_layout_opt", _laid_out_in_both))
+            if is_backward and self.tightness:
+                settings |= {"score_fusion_memory_threshold": sys.maxsize, "allow_buffer_reuse": False}
+                pull(replaced_here(CppScheduling, "_get_scheduled_num_args", _full_with_one))
+                pull(replaced_here(inductor_graph, "maybe_layout_constraints", _lean_in_plain_layouts))
+                pull(V.set_choices_handler(_fusing_in_time()))
+            if is_backward and self.tightness == IN_ORDER:
+                settings["realize_reads_threshold"] = MOST_READS_IN_ORDER
+                pull(replaced_here(GraphLowering, "run_node", _writing_in_order()))
+            pull(inductor_config.patch(settings))
             yield
 
 
@@ -156,6 +175,31 @@ def _is_in_time(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) 
     names = {dep.name for dep in node2.read_writes.reads} - {buffer.get_name() for buffer in made}
     makers = [scheduler.name_to_buf[name].defining_op for name in names if name in scheduler.name_to_buf]
     return all(maker is None or maker.max_order < first for maker in makers)
+
+
+def _writing_in_order() -> Callable[..., Any]:
+    """Return what stands for ``GraphLowering.run_node`` (NOTE [What is written when])."""
+    read_by_ops: dict[fx.Graph, list[fx.Node]] = {}
+
+    def run_node(self: GraphLowering, node: fx.Node, run: Callable[..., Any] = GraphLowering.run_node) -> Any:
+        if _is_op(node):
+            if node.graph not in read_by_ops:
+                read_by_ops[node.graph] = [value for value in node.graph.nodes if any(map(_is_op, value.users))]
+            for value in read_by_ops[node.graph]:
+                box, is_awaited = (
+                    self.env.get(value),
+                    any(_is_op(user) and user not in self.env for user in value.users),
+                )
+                if isinstance(box, TensorBox) and is_awaited:
+                    box.realize()
+        return run(self, node)
+
+    return run_node
+
+
+def _is_op(node: fx.Node) -> bool:
+    """True for what is neither generated nor a part of a result."""
+    return node.op == "call_function" and node.target is not operator.getitem and not is_generated(node)
 
 
 def _lean_in_plain_layouts(

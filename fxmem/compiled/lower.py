@@ -46,7 +46,9 @@ Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.Graph
 
 def _in_keys() -> str:
     """Return what stands for the partitioner in keys of Inductor's cache, which lack what a backward may write over."""
-    settings = "inputs saved as they are, no local buffers under tiles, tight backwards apart, in time and lean"
+    settings = (
+        "inputs saved as they are, no local buffers under tiles, tight backwards apart, in time, lean and in order"
+    )
     return f"fxmem, {settings}, donated: {functorch_config.donated_buffer}"
 
 

@@ -20,7 +20,7 @@ from fxmem.compiled.fakerun import GraphCall, LoweredGraph, run_step
 from fxmem.compiled.graph_planner import GraphPlanner, report_of, taken_within
 from fxmem.compiled.levers import NO_LEVERS, Levers
 from fxmem.compiled.report import CompiledReport
-from fxmem.compiled.step_run import StepRun, least_of
+from fxmem.compiled.step_run import TIGHTNESSES, StepRun, least_of
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.ir import FrontierPoint
 
@@ -52,7 +52,7 @@ class PlannedGraph:
     def variant(self, place: int, levers: Levers) -> Variant:
         """Return how the graph is compiled in a step that is compiled so."""
         layouts_left = levers.layouts_left and self.planner.as_laid_out is not None
-        return Variant(place, Levers(layouts_left, levers.tight_backward and place > 0))
+        return Variant(place, Levers(layouts_left, levers.tightness if place > 0 else 0))
 
     def deepest(self, levers: Levers) -> Variant:
         return self.variant(len(self.planner.candidates.points) - 1, levers)
@@ -60,8 +60,8 @@ class PlannedGraph:
     def code(self, variant: Variant) -> LoweredGraph:
         if variant not in self.codes:
             place, levers = variant
-            if levers.tight_backward:
-                code = self.code(Variant(place, levers._replace(tight_backward=False))).tight()
+            if levers.tightness:
+                code = self.code(Variant(place, levers._replace(tightness=0))).tight(levers.tightness)
             else:
                 code = self.planner.lowered(self.planner.candidates.points[place].plan, levers)
             self.codes[variant] = code
@@ -118,8 +118,8 @@ class StepPlanner:
 
     def deepest(self) -> tuple[Variant, ...]:
         """Return all graphs at their deepest, with usual or with tight backwards, whichever take less."""
-        both = (Levers(layouts_left=True), Levers(layouts_left=True, tight_backward=True))
-        return min((tuple(graph.deepest(each) for graph in self.graphs) for each in both), key=self.peak_bytes)
+        each = [Levers(layouts_left=True, tightness=tightness) for tightness in (0, *TIGHTNESSES)]
+        return min((tuple(graph.deepest(levers) for graph in self.graphs) for levers in each), key=self.peak_bytes)
 
     def _variants(self, places: Sequence[int], levers: Levers) -> tuple[Variant, ...]:
         return tuple(graph.variant(place, levers) for graph, place in zip(self.graphs, places, strict=True))
@@ -132,7 +132,7 @@ class StepPlanner:
                 return self._run((*before, *self._variants(combination.places, levers)[len(before) :]))
 
             usual = run_with(Levers(layouts_left))
-            return least_of(usual, enough_bytes, lambda: run_with(Levers(layouts_left, tight_backward=True)))
+            return least_of(usual, enough_bytes, lambda tightness: run_with(Levers(layouts_left, tightness)))
 
         lays_out = any(graph.planner.as_laid_out is not None for graph in self.graphs[len(before) :])
         return Choices(Candidates(combinations), Candidates(combinations) if lays_out else None, run)

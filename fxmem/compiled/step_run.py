@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+TIGHT, IN_ORDER = 1, 2
+TIGHTNESSES = (TIGHT, IN_ORDER)
+"""Of a backward that is to take less: NOTE [Tight backwards] and NOTE [What is written when] in
+:mod:`fxmem.compiled.levers`."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
@@ -29,8 +34,8 @@ class StepRun:
     """Of ``seconds``: of what layouts decide, convolutions and copies from one layout to another; 0 if not measured."""
     measured_seconds: float = 0.0
     """What these take on this machine."""
-    tight_backward: bool = False
-    """Whether that is why it takes less (NOTE [Tight backwards] in :mod:`fxmem.compiled.levers`)."""
+    tightness: int = 0
+    """Of the backward, if that is why it takes less (:data:`TIGHTNESSES`)."""
     layouts_left: bool = False
     """Whether convolutions are laid out as they are, since the code would else lose writes."""
     loses_writes: bool = False
@@ -64,9 +69,12 @@ class StepRun:
         )
 
 
-def least_of(usual: StepRun, enough_bytes: float, tight: Callable[[], StepRun]) -> StepRun:
-    """Return ``usual``, or the run with a tight backward if that takes less, and ``usual`` more than ``enough_bytes``."""
-    if usual.needed_bytes <= enough_bytes:
-        return usual
-    other = replace(tight(), tight_backward=True)
-    return min(usual, other, key=lambda run: run.needed_bytes)
+def least_of(usual: StepRun, enough_bytes: float, tight: Callable[[int], StepRun]) -> StepRun:
+    """Return ``usual``, or while that takes more than ``enough_bytes`` the run with a tighter backward that takes least."""
+    least = usual
+    for tightness in TIGHTNESSES:
+        if least.needed_bytes <= enough_bytes:
+            break
+        other = replace(tight(tightness), tightness=tightness)
+        least = min(least, other, key=lambda run: run.needed_bytes)
+    return least

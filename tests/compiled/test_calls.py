@@ -26,6 +26,7 @@ from fxmem.compiled.fakerun import GraphCall
 from fxmem.compiled.graph_planner import GraphPlanner
 from fxmem.compiled.levers import Levers
 from fxmem.compiled.step_planner import PlannedGraph, StepPlanner, Variant, path
+from fxmem.compiled.step_run import IN_ORDER
 from fxmem.compiled.surroundings import Surroundings, joined, surroundings_of, with_loss
 from fxmem.ir import FrontierPoint, Plan
 from fxmem.torch_private import storage_key
@@ -234,7 +235,7 @@ def test_at_its_deepest_a_step_has_tight_backwards_where_these_take_less(
     planner = StepPlanner((graph, graph), (GraphCall(), GraphCall()), Surroundings())
 
     def peak_bytes(_: StepPlanner, variants: Sequence[Variant]) -> int:
-        return tight_takes if all(each.levers.tight_backward for each in variants) else 100
+        return tight_takes if all(each.levers.tightness == IN_ORDER for each in variants) else 100
 
     monkeypatch.setattr(StepPlanner, "peak_bytes", peak_bytes)
-    assert planner.deepest() == (Variant(2, Levers(tight_backward=tight_takes < 100)),) * 2
+    assert planner.deepest() == (Variant(2, Levers(tightness=IN_ORDER if tight_takes < 100 else 0)),) * 2

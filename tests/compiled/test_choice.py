@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxmem.compiled import choice
 from fxmem.compiled.choice import FINER, NUM_CANDIDATES, Candidates, Choices
-from fxmem.compiled.step_run import StepRun, least_of
+from fxmem.compiled.step_run import IN_ORDER, TIGHT, StepRun, least_of
 from fxmem.ir import FrontierPoint, Plan
 
 
@@ -150,7 +150,7 @@ def test_plans_that_take_the_more_over_what_is_planned_the_deeper_they_are_are_f
 
     assert lowered(8300, 29) <= 10
     assert lowered(8000, None) <= 10
-    assert lowered(1000, None) <= 6
+    assert lowered(1000, None) <= 10
 
 
 @pytest.mark.usefixtures("none_finer")
@@ -199,9 +199,11 @@ def test_code_that_takes_much_more_than_guessed_is_made_otherwise_too() -> None:
 
 def test_a_tight_backward_is_taken_only_if_it_takes_less() -> None:
     usual, more, less = run_of(100), run_of(110), run_of(90)
-    assert least_of(usual, 100, lambda: less) is usual
-    assert least_of(usual, 99, lambda: more) is usual
-    assert least_of(usual, 99, lambda: less) == replace(less, tight_backward=True)
+    assert least_of(usual, 100, lambda _: less) is usual
+    assert least_of(usual, 99, lambda _: more) is usual
+    assert least_of(usual, 99, lambda _: less) == replace(less, tightness=TIGHT)
+    assert least_of(usual, 99, {TIGHT: more, IN_ORDER: less}.__getitem__) == replace(less, tightness=IN_ORDER)
+    assert least_of(usual, 89, {TIGHT: less, IN_ORDER: more}.__getitem__) == replace(less, tightness=TIGHT)
 
 
 def test_of_the_deepest_a_tight_backward_is_always_tried() -> None:

@@ -115,7 +115,7 @@ def test_a_mask_that_is_drawn_again_for_two_kernels_is_a_byte_for_each_element()
     """Inductor keeps the random numbers instead, unless what reads the mask is told to be memory."""
     planner, _ = planner_of(lambda x, w: F.dropout(x @ w, 0.5) @ w, torch.randn(32, 32), torch.randn(32, 32))
     limits = [KEEP if s.recipe is None else len(planner.profile.recipes) for s in planner.profile.storages]
-    code = planner.lowered(Plan("all again", tuple(limits)), Levers(tight_backward=True))
+    code = planner.lowered(Plan("all again", tuple(limits)), Levers(tightness=1))
     run_step([code], [GraphCall()], planner.around, planner.hardware)
     assert code._backward_code is not None
     made = re.findall(r"empty_strided_cpu\(\(32, 32\), \(32, 1\), torch\.(\w+)\)", code._backward_code.source)

@@ -12,12 +12,18 @@ from torch import fx, nn
 
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
+from fxmem.api.arguments import settings_of
+from fxmem.compiled.fakerun import GraphCall, run_step
+from fxmem.compiled.graph_planner import GraphPlanner
 from fxmem.compiled.levers import Levers
 from fxmem.compiled.lower import function_of, lowered_backward
 from fxmem.compiled.scratch import scratch_bytes
+from fxmem.compiled.step_run import IN_ORDER, TIGHT
+from fxmem.compiled.surroundings import Surroundings
 from fxmem.torch_private import FakeTensorMode
 from tests.compiled.seat import in_the_seat
 
+SETTINGS = settings_of({"cost": "cpu", "plan_seconds": 1.0, "optimizer": None, "cache": False})
 BACKWARD = torch.ops.aten.convolution_backward.default
 
 
@@ -84,7 +90,7 @@ def test_decide_layout_opt_decides_how_a_backward_without_convolutions_of_its_ow
 @pytest.mark.parametrize("tight", [False, True])
 def test_maybe_layout_constraints_has_a_convolution_that_takes_much_inside_given_plain_copies(tight: bool) -> None:
     model, x = depthwise(256, 4)
-    ((gradient, image, weight, *rest),) = given_in_backward(model, x, Levers(tight_backward=tight))
+    ((gradient, image, weight, *rest),) = given_in_backward(model, x, Levers(tightness=int(tight)))
     assert is_in_channels_last(image) is not tight
     assert gradient.is_contiguous() is tight
     usual, plain = (
@@ -94,6 +100,27 @@ def test_maybe_layout_constraints_has_a_convolution_that_takes_much_inside_given
         for layout in (torch.channels_last, torch.contiguous_format)
     )
     assert usual > 10 * plain
+
+
+@pytest.mark.slow
+def test_run_node_and_realize_reads_threshold_decide_when_a_backward_in_order_writes_what() -> None:
+    """A gradient is there before a layer runs again, what two ops read is there once, and a norm's result is not."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [nn.Conv2d(32, 32, 3, padding=1, groups=32), nn.BatchNorm2d(32), nn.ReLU6()]
+    peaks: dict[int, int] = {}
+
+    def look(joint: fx.GraphModule, num_outputs: int, static: Any) -> None:
+        planner = GraphPlanner.of(joint, num_outputs, static, Surroundings(), SETTINGS)
+        code = planner.lowered(planner.candidates.points[-1].plan, Levers())
+        for tightness in (TIGHT, IN_ORDER):
+            tight = code.tight(tightness)
+            run = run_step([tight], [GraphCall()], planner.around, planner.hardware)
+            peaks[tightness] = run.backward_peak_bytes
+
+    in_the_seat(look, nn.Sequential(*layers), torch.randn(4, 32, 32, 32))
+    assert peaks[IN_ORDER] < 0.9 * peaks[TIGHT]
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def num_kernels_of(wrapper: lower.Wrapper, *inputs: torch.Tensor) -> int:
 
 @pytest.mark.parametrize(("tight", "num_kernels"), [(False, 1), (True, 2)])
 def test_what_reads_the_same_is_one_kernel_unless_a_backward_is_tight(tight: bool, num_kernels: int) -> None:
-    pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
+    pulled = functools.partial(levers.Levers(tightness=int(tight)).pulled, is_backward=True)
     x = torch.randn(64, 64, requires_grad=True)
     wrapper = lowered(lambda x: (x.sin() @ x.detach(), x.tanh()), x, pulled=pulled)
     assert num_kernels_of(wrapper, x) == num_kernels
@@ -86,7 +86,7 @@ def test_what_reads_the_same_is_one_kernel_unless_a_backward_is_tight(tight: boo
 
 @pytest.mark.parametrize(("tight", "num_kernels"), [(False, 1), (True, 2)])
 def test_get_scheduled_num_args_decides_whether_kernels_on_end_are_one_function(tight: bool, num_kernels: int) -> None:
-    pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
+    pulled = functools.partial(levers.Levers(tightness=int(tight)).pulled, is_backward=True)
     inputs = [torch.randn(64, width, requires_grad=True) for width in (64, 48)]
     wrapper = lowered(lambda x, y: (x.sin(), y.tanh()), *inputs, pulled=pulled)
     assert num_kernels_of(wrapper, *inputs) == num_kernels
@@ -101,7 +101,7 @@ def drawn_once(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_can_fuse_vertical_decides_whether_what_is_read_with_what_is_drawn_is_made_early(
     tight: bool, num_kernels: int
 ) -> None:
-    pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
+    pulled = functools.partial(levers.Levers(tightness=int(tight)).pulled, is_backward=True)
     x = torch.randn(64, 64, requires_grad=True)
     assert num_kernels_of(lowered(drawn_once, x, pulled=pulled), x) == num_kernels
 
@@ -112,7 +112,7 @@ def test_choices_of_the_users_own_are_asked_in_a_tight_backward_too() -> None:
 
     @contextlib.contextmanager
     def pulled() -> Iterator[None]:
-        with V.set_choices_handler(Apart()), levers.Levers(tight_backward=True).pulled(is_backward=True):
+        with V.set_choices_handler(Apart()), levers.Levers(tightness=1).pulled(is_backward=True):
             yield
 
     x = torch.randn(64, 64, requires_grad=True)
@@ -130,7 +130,7 @@ def test_a_value_is_written_from_as_many_buffers_on_as_inductor_is_set_to() -> N
 
 @pytest.mark.parametrize("tight", [False, True])
 def test_a_buffer_is_held_for_a_later_one_unless_a_backward_is_tight(tight: bool) -> None:
-    pulled = functools.partial(levers.Levers(tight_backward=tight).pulled, is_backward=True)
+    pulled = functools.partial(levers.Levers(tightness=int(tight)).pulled, is_backward=True)
     x = torch.randn(64, 64, requires_grad=True)
     wrapper = lowered(lambda x: (x @ x.detach()) @ x.detach() @ x.detach(), x, pulled=pulled)
     assert ("# reuse" in wrapper.source) is not tight
