@@ -8,8 +8,8 @@ NOTE [Monotone budgets]
    Between two of them are a few finer ones.
 2. A candidate fits a budget where neither its lowered step takes more, nor its plan as the planner sees it, plus what the
    first one takes, lowered, above that. The second is known without lowering and is of no budget's doing either. It is
-   nearly right, and low rather than high: plans that recompute more are lowered to what takes more than planned, of
-   transformers little (2 % of what plans spare, in GPT-2), of convolutions a third of it (MobileNet-V2). So for budgets in
+   nearly right, and low rather than high: plans that recompute more are lowered to what takes more than planned, mostly
+   little (2 % of what plans spare, in GPT-2), in some networks of convolutions a third of it. So for budgets in
    the lower half of what plans spare the deepest one is lowered too, and where it is off by more than :data:`OFF` the one
    in the middle; others are taken to be off by no less than the better of both, less :data:`OFF`. Of the deepest one only
    what is lowered counts: what it fits is not refused.

@@ -39,11 +39,11 @@ less than half as much beside plain copies of what it reads gets these.
 
 NOTE [Layouts of both halves]
 
-Inductor has a graph's convolutions in channels last where it finds one in it, and counts none of a backward's (torch 2.13,
-on the CPU). So a backward that recomputes no convolution is laid out otherwise than its forward: what convolutions read is
-copied to the order that the weight's gradient has, for depthwise ones neither plain nor channels last, which oneDNN
-lays out once more. That takes a third of MobileNet-V2's step. Here a backward is laid out as its forward, whatever it
-recomputes.
+Inductor has a graph's convolutions in channels last where it finds one in it, and counts none of a backward's (on the CPU;
+before torch 2.13 these are given what they are in eager). So a backward that recomputes no convolution is laid out
+otherwise than its forward: what convolutions read is copied to the order that the weight's gradient has, for depthwise ones
+neither plain nor channels last, which oneDNN lays out once more. That takes a third of MobileNet-V2's step. Here a backward
+is laid out as its forward, whatever it recomputes.
 
 NOTE [Scatters before convolutions]
 
@@ -81,6 +81,7 @@ from torch._inductor.virtualized import V
 from fxmem.compiled.op_kinds import is_generated
 from fxmem.compiled.scratch import scratch_bytes
 from fxmem.compiled.step_run import IN_ORDER
+from fxmem.fake.attention import torch_release
 from fxmem.op_facts.kinds import CompiledRole
 from fxmem.op_facts.lookup import with_role
 from fxmem.torch_patches.replacing import replaced_here
@@ -109,7 +110,7 @@ class Levers(NamedTuple):
             pull = stack.enter_context
             pull(replaced_here(GraphLowering, "find_nodes_prefer_channels_last", _laid_out_at_once))
             pull(replaced_here(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _run_as_one))
-            if is_backward:
+            if is_backward and torch_release() >= (2, 13):
                 pull(replaced_here(GraphLowering, "decide_layout_opt", _laid_out_in_both))
             if is_backward and self.tightness:
                 settings |= {"score_fusion_memory_threshold": sys.maxsize, "allow_buffer_reuse": False}
