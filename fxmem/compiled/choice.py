@@ -7,12 +7,12 @@ NOTE [Monotone budgets]
 1. Candidates are a fixed, small part of the frontier, whatever the budget: the first keeps all, the last is the deepest.
    Between two of them are a few finer ones.
 2. A candidate fits a budget where neither its lowered step takes more, nor its plan as the planner sees it, plus what the
-   first one takes, lowered, above that. The second is known without lowering and is of no budget's doing either. It is
-   nearly right, and low rather than high: plans that recompute more are lowered to what takes more than planned, mostly
-   little (2 % of what plans spare, in GPT-2), in some networks of convolutions a third of it. So for budgets in
-   the lower half of what plans spare the deepest one is lowered too, and where it is off by more than :data:`OFF` the one
-   in the middle; others are taken to be off by no less than the better of both, less :data:`OFF`. Of the deepest one only
-   what is lowered counts: what it fits is not refused.
+   first one takes, lowered, above that (but for what ops take inside, which a tight backward may spare). The second is
+   known without lowering and is of no budget's doing either. It is nearly right, and low rather than high: plans that
+   recompute more are lowered to what takes more than planned, mostly little (2 % of what plans spare, in GPT-2), in some
+   networks of convolutions a third of it. So for budgets in the lower half of what plans spare the deepest one is lowered
+   too, and where it is off by more than :data:`OFF` the one in the middle; others are taken to be off by no less than the
+   better of both, less :data:`OFF`. Of the deepest one only what is lowered counts: what it fits is not refused.
 3. A budget takes the first that fits, or of the finer ones just before it the first that fits and gains :data:`GAIN`. What
    fits a lower budget fits a higher one, so more bytes never cost more time, though peaks of lowered plans need not fall as
    the planner's do. Two to five are lowered for most budgets, more where none of many takes as little as planned.
@@ -168,12 +168,12 @@ class Candidates(Generic[P]):
     @property
     def _middle_bytes(self) -> int:
         """Return where the lower half begins of what plans spare, as guessed."""
-        first = self.runs[0].peak_bytes
-        return (first + self._guessed_bytes(len(self.points) - 1, first)) // 2
+        first = self.runs[0].outside_peak_bytes
+        return (first + self._guessed_bytes(len(self.points) - 1)) // 2
 
     def _known_bytes(self, place: int) -> int:
         """Return what a candidate needs at least, as is known without lowering it once the first one is lowered."""
-        return 0 if place in (0, len(self.points) - 1) else self._guessed_bytes(place, self.runs[0].peak_bytes)
+        return 0 if place in (0, len(self.points) - 1) else self._guessed_bytes(place)
 
     def _likely_bytes(self, place: int, run: Run[P]) -> int:
         """Return the same as is to be expected once two others are lowered too (NOTE [Monotone budgets], 2)."""
@@ -190,10 +190,11 @@ class Candidates(Generic[P]):
         """Return how much more a lowered candidate takes than guessed, but for the end of the step."""
         lowered = self._lowered(place, run)
         most_bytes = max(lowered.forward_peak_bytes, lowered.backward_peak_bytes)
-        return most_bytes - self._guessed_bytes(place, self.runs[0].peak_bytes)
+        return most_bytes - self._guessed_bytes(place)
 
-    def _guessed_bytes(self, place: int, first_bytes: int) -> int:
-        return self.points[place].peak_bytes + first_bytes - self.points[0].peak_bytes
+    def _guessed_bytes(self, place: int) -> int:
+        """What ops take inside is not planned for, and a tight backward may spare it."""
+        return self.points[place].peak_bytes + self.runs[0].outside_peak_bytes - self.points[0].peak_bytes
 
     def _enough_bytes(self, place: int) -> float:
         if place == 0:
@@ -201,7 +202,8 @@ class Candidates(Generic[P]):
         if place == len(self.points) - 1:
             return 0.0
         first = self.runs[0]
-        return self._guessed_bytes(place, first.needed_bytes) + MUCH * (first.peak_bytes - first.floor_bytes)
+        beside_bytes = first.needed_bytes - first.peak_bytes
+        return self._guessed_bytes(place) + beside_bytes + MUCH * (first.outside_peak_bytes - first.floor_bytes)
 
 
 class Taken(NamedTuple, Generic[P]):

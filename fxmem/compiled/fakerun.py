@@ -173,7 +173,7 @@ class _Run:
         self._graphs, self._calls, self._around = graphs, calls, around
         self._hardware, self._measures = hardware, measures
         self._seconds = self._laid_out_seconds = self._measured_seconds = 0.0
-        self._scratch_peak = self._trial_peak = 0
+        self._scratch_peak = self._trial_peak = self._outside_peak = 0
         self._log = log = StepLog()
         self._tracker = StorageTracker(log.note, self._note_op, around.memory, log.note_library, log.note_workspace)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -217,7 +217,7 @@ class _Run:
         allocated = self._allocated(peak)
         most = 0 if around.memory.model is None else max(allocated + ROOM_BYTES, self._first_peak(allocated - peak))
         return StepRun(
-            allocated, forward_peak, saved_bytes, backward_peak, end, self._seconds, most, floor,
+            allocated, forward_peak, saved_bytes, backward_peak, end, self._seconds, most, floor, peak - self._outside_peak,
             self._laid_out_seconds, self._measured_seconds,
         )  # fmt: skip
 
@@ -287,6 +287,7 @@ class _Run:
 
     def _peak_since(self) -> int:
         """Return the most bytes that were alive since this was asked last."""
+        self._outside_peak = max(self._outside_peak, self._tracker.peak_bytes)
         peak = max(self._tracker.peak_bytes, self._scratch_peak)
         self._tracker.peak_bytes, self._scratch_peak = self._tracker.live_bytes, 0
         return peak

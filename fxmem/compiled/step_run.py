@@ -30,6 +30,8 @@ class StepRun:
     allocator leaves unsplit depends on what compiling left it (:mod:`fxmem.compiled.fakerun`)."""
     floor_bytes: int = 0
     """What the end of the step takes, gradients and the optimizer's step: no plan changes that."""
+    inside_bytes: int = 0
+    """By how much that which ops take inside raises the peak."""
     laid_out_seconds: float = 0.0
     """Of ``seconds``: of what layouts decide, convolutions and copies from one layout to another; 0 if not measured."""
     measured_seconds: float = 0.0
@@ -45,6 +47,11 @@ class StepRun:
     def needed_bytes(self) -> int:
         """The least budget that it keeps."""
         return max(self.peak_bytes, self.most_bytes)
+
+    @property
+    def outside_peak_bytes(self) -> int:
+        """The peak but for what ops take inside."""
+        return self.peak_bytes - self.inside_bytes
 
     @property
     def room_in_forwards_bytes(self) -> int:

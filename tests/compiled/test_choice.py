@@ -35,6 +35,17 @@ def run_of(peak: int) -> StepRun:
     return StepRun(peak, 0, 0, peak, 0, 1.0)
 
 
+@pytest.mark.usefixtures("none_finer")
+def test_what_an_op_takes_inside_while_all_is_kept_is_not_taken_for_what_other_plans_take() -> None:
+    tried = candidates(NUM_CANDIDATES)
+
+    def run(point: FrontierPoint, _: float) -> StepRun:
+        place = point.plan.limits[0]
+        return run_of(1000 - place) if place else replace(run_of(1500), inside_bytes=500)
+
+    assert tried.cheapest_within(990, run) == 10
+
+
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=NUM_CANDIDATES), st.integers(1, 50), st.integers(0, 50))
 def test_more_bytes_never_cost_more_time_whatever_lowered_plans_take(peaks: list[int], budget: int, more: int) -> None:
     place, _ = place_of(peaks, budget)
