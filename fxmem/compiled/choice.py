@@ -10,9 +10,10 @@ NOTE [Monotone budgets]
    first one takes, lowered, above that (but for what ops take inside, which a tight backward may spare). The second is
    known without lowering and is of no budget's doing either. It is nearly right, and low rather than high: plans that
    recompute more are lowered to what takes more than planned, mostly little (2 % of what plans spare, in GPT-2), in some
-   networks of convolutions a third of it. So for budgets in the lower half of what plans spare the deepest one is lowered
-   too, and where it is off by more than :data:`OFF` the one in the middle; others are taken to be off by no less than the
-   better of both, less :data:`OFF`. Of the deepest one only what is lowered counts: what it fits is not refused.
+   networks of convolutions a third of it. So for budgets in the lower half of what plans spare, and for all budgets where
+   ops take much inside, the deepest one is lowered too, and where it is off by more than :data:`OFF` the one in the middle;
+   others are taken to be off by no less than the better of both, less :data:`OFF`. Of the deepest one only what is lowered
+   counts: what it fits is not refused.
 3. A budget takes the first that fits, or of the finer ones just before it the first that fits and gains :data:`GAIN`. What
    fits a lower budget fits a higher one, so more bytes never cost more time, though peaks of lowered plans need not fall as
    the planner's do. Two to five are lowered for most budgets, more where none of many takes as little as planned.
@@ -152,7 +153,7 @@ class Candidates(Generic[P]):
 
     def _fits(self, place: int, budget_bytes: float, run: Run[P]) -> bool:
         known_bytes = self._known_bytes(place)
-        if known_bytes <= budget_bytes < self._middle_bytes:
+        if known_bytes <= budget_bytes < self._low_bytes:
             known_bytes = self._likely_bytes(place, run)
         return known_bytes <= budget_bytes and self._lowered(place, run).needed_bytes <= budget_bytes
 
@@ -161,15 +162,18 @@ class Candidates(Generic[P]):
         if place == 0:
             return lowered_bytes
         least = max(lowered_bytes, self._known_bytes(place), self.runs[0].floor_bytes)
-        if least >= self._middle_bytes:
+        if least >= self._low_bytes:
             return least
-        return min(self._middle_bytes, max(least, self._likely_bytes(place, run)))
+        return int(min(self._low_bytes, max(least, self._likely_bytes(place, run))))
 
     @property
-    def _middle_bytes(self) -> int:
-        """Return where the lower half begins of what plans spare, as guessed."""
-        first = self.runs[0].outside_peak_bytes
-        return (first + self._guessed_bytes(len(self.points) - 1)) // 2
+    def _low_bytes(self) -> float:
+        """Return below which budgets are low: those in the lower half of what plans spare, as guessed; all, where what ops
+        take inside makes guesses rough."""
+        first = self.runs[0]
+        if first.inside_bytes > MUCH * (first.outside_peak_bytes - first.floor_bytes):
+            return math.inf
+        return (first.outside_peak_bytes + self._guessed_bytes(len(self.points) - 1)) // 2
 
     def _known_bytes(self, place: int) -> int:
         """Return what a candidate needs at least, as is known without lowering it once the first one is lowered."""
