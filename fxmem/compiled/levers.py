@@ -187,11 +187,8 @@ def _writing_in_order() -> Callable[..., Any]:
             if node.graph not in read_by_ops:
                 read_by_ops[node.graph] = [value for value in node.graph.nodes if any(map(_is_op, value.users))]
             for value in read_by_ops[node.graph]:
-                box, is_awaited = (
-                    self.env.get(value),
-                    any(_is_op(user) and user not in self.env for user in value.users),
-                )
-                if isinstance(box, TensorBox) and is_awaited:
+                box = self.env.get(value)
+                if isinstance(box, TensorBox) and any(_is_op(user) and user not in self.env for user in value.users):
                     box.realize()
         return run(self, node)
 
