@@ -79,6 +79,15 @@ def depthwise(channels: int, size: int) -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(convolution, nn.ReLU()), torch.randn(2, channels, size, size)
 
 
+def layers_of_depthwise(channels: int, kernel_size: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, channels, 1)]
+    for _ in range(3):
+        convolution = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels)
+        layers += [convolution, nn.BatchNorm2d(channels), nn.SiLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1))
+
+
 def is_in_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous(memory_format=torch.channels_last)
 
@@ -141,11 +150,7 @@ def test_run_node_and_realize_reads_threshold_decide_when_a_backward_in_order_wr
 @pytest.mark.slow
 def test_a_step_of_depthwise_convolutions_keeps_a_budget_with_the_layouts_of_keeping_all() -> None:
     """What is recomputed changes no layout, so gradients are the bits of keeping all."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Conv2d(3, 32, 1)]
-    for _ in range(3):
-        layers += [nn.Conv2d(32, 32, 3, padding=1, groups=32), nn.BatchNorm2d(32), nn.SiLU()]
-    model, x = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1)), torch.randn(4, 3, 32, 32)
+    model, x = layers_of_depthwise(32, kernel_size=3), torch.randn(4, 3, 32, 32)
     options: dict[str, Any] = {"optimizer": "sgd", "backend": "inductor", "loss_fn": torch.sum}
     kept = fxmem.optimize(copy.deepcopy(model), x, budget_gb=1, **options)
     peak_bytes = kept.fxmem.report.predicted_peak_bytes
@@ -158,11 +163,7 @@ def test_a_step_of_depthwise_convolutions_keeps_a_budget_with_the_layouts_of_kee
 
 @pytest.mark.slow
 def test_what_convolutions_take_inside_is_spared_where_memory_is_short() -> None:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Conv2d(3, 192, 1)]
-    for _ in range(3):
-        layers += [nn.Conv2d(192, 192, 5, padding=2, groups=192), nn.BatchNorm2d(192), nn.SiLU()]
-    model, x = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1)), torch.randn(4, 3, 8, 8)
+    model, x = layers_of_depthwise(192, kernel_size=5), torch.randn(4, 3, 8, 8)
     options: dict[str, Any] = {"optimizer": "sgd", "backend": "inductor", "loss_fn": torch.sum}
     deep = fxmem.optimize(copy.deepcopy(model), x, budget="2MB", **options)
     report = deep.fxmem.report
@@ -183,4 +184,6 @@ def test_what_convolutions_take_inside_is_spared_where_memory_is_short() -> None
 
 def gradients(forward: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     forward(x).sum().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    found = [p.grad for p in model.parameters()]
+    assert all(gradient is not None for gradient in found)
+    return found  # type: ignore[return-value]
