@@ -10,7 +10,7 @@ from benchmarks.frontier import PEERS
 from benchmarks.measure import Row
 from benchmarks.models import MODELS
 from benchmarks.results_file import RESULTS, load_rows, where_measured
-from benchmarks.verdicts import OURS, OURS_COMPILED, Verdict, megabytes, verdicts_of
+from benchmarks.verdicts import OURS, OURS_COMPILED, PEER_WRONG, Verdict, megabytes, verdicts_of
 from benchmarks.ways import NOT_INSTALLABLE
 
 
@@ -27,15 +27,19 @@ def comparison_page() -> str:
             "# fxmem beside its peers",
             "",
             f"From `benchmarks/results/compare_cpu.json` ({where_measured(rows)}, torch {machine['torch']}, one "
-            "thread); made by `make bench`, this page by `python -m benchmarks.readme`.",
+            "thread); made by `python -m benchmarks --inductor`, this page by `python -m benchmarks.readme`.",
             "",
             "Each peer and eager take turns in one process, fxmem at the peer's measured peak and eager in another; times "
             "are CPU times over eager's, medians of pairs. A compiled peer's extra time is counted over its own time "
             "without recomputation, since fusion is its merit and recomputation its cost. *lost*: fxmem is slower by more "
             "than the spread of its own pairs, or cannot reach the peak. A negative extra time counts as none in the "
-            "shares and sums; a share of a peer's one or two percent says little, as times spread about as wide. Rows were "
-            "measured at several commits, dates and machines, some of them busy; the file names each row's commit and, of "
-            "newer ones, the machine.",
+            "shares and sums; a share of a peer's one or two percent says little, as times spread about as wide. Gradients "
+            "are called wrong where they differ by more than 1e-3 and by more than ten times what eager's change by where "
+            "each parameter changes by its last bit (`rounding.json`, `python -m benchmarks.rounding`): batch "
+            "normalization at random weights enlarges rounding, so that two right compilers may differ by percents. They "
+            "are compared with eager's, and where a model draws dropout masks with those of the same compiler that "
+            "recomputes nothing. Rows were measured at several commits and dates, on the processors named above; the file "
+            "names each row's.",
             "",
             *HEAD,
             *lines,
@@ -134,7 +138,7 @@ def least_compiled(rows: list[Row]) -> Iterator[tuple[Row, int]]:
 
 def right_of(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Return the verdicts on peers whose gradients are right."""
-    return [v for v in verdicts if "peer's gradients wrong" not in v.note]
+    return [v for v in verdicts if PEER_WRONG not in v.note]
 
 
 def _floors() -> list[str]:

@@ -27,7 +27,7 @@ def told() -> str:
     networks = {row["what"].partition(" ")[0] for row in called}
     return "\n\n".join(
         (
-            f"An {facts['gpu']}, torch {facts['torch']}, {days}. `python -m benchmarks.first_gpu`: scratch of "
+            f"An {facts['gpu']}, torch {facts['torch']}, {days}. `python -m benchmarks.first_gpu FILE`: scratch of "
             f"sums is the predicted one, to the byte, on {exact['sums']} of {len(rows['sums'])} shapes, that of other ops "
             f"in {exact['ops']} of {len(rows['ops'])} cases (the rest: convolutions and batch norms, whose workspaces are "
             "measured before a step is planned there, attention by 16 to 256 bytes, group norms, gradients of `prod`, and "
@@ -89,7 +89,7 @@ def _compiled() -> str:
     head = ("model and way", "told MB", "measured MB", "beside", "")
     models = dict.fromkeys(row["what"].partition(":")[0] for row in found["rows"])
     cut_short = [m for m in models if not any(what.startswith(f"{m}: ") for what in budgets)]
-    missing = f"Of {', '.join(cut_short)} the least budget was not found in the time there was. " if cut_short else ""
+    missing = f"Of {', '.join(cut_short)} no budget was measured. " if cut_short else ""
     dates = sorted({row.get("date", found["machine"]["date"]) for row in found["rows"]})
     return (
         "Compiled steps (`python -m benchmarks.gpu_compiled FILE`; several models at once, so that times are rough; "

@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.measure import Row
 from benchmarks.results_file import RESULTS, ROOT, load_rows
+from benchmarks.verdicts import is_wrong
 
 IMAGES = ROOT.parent / "docs" / "images"
 STYLE = {
@@ -136,7 +137,7 @@ def _limit(axes: Any, rows: list[Row]) -> None:
 
 
 def _wrong(row: Row) -> bool:
-    return (row.gradient_error or 0) > 1e-3 or row.buffers not in (None, "equal")
+    return is_wrong(row) or row.buffers not in (None, "equal")
 
 
 # -- prediction and planning -------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def commit() -> str:
     """Return the short commit, with ``+`` if the package differs from it; ``unknown`` outside a checkout."""
     try:
         head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--", "fxmem") else "")
+        return head + ("+" if _git("status", "--porcelain", "--", ":/fxmem") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

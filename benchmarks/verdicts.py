@@ -5,16 +5,37 @@ In: rows of the comparison. Out: a :class:`Verdict` for each peer.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.measure import Row
+from benchmarks.results_file import RESULTS
 
 OURS, OURS_COMPILED = "fxmem at ", "fxmem, inductor at "
 """What stands before a peer's name where fxmem trains at its peak: eager, and in inductor's seat."""
 EAGER_PEERS = ("checkpoint", "sequential", "selective")
 """Kinds of ways that recompute in eager PyTorch."""
+
+
+PEER_WRONG = "peer's gradients wrong"
+LEAST_WRONG, TIMES_ROUNDING, MOST_ROUNDING = 1e-3, 10, 0.3
+"""A relative error of gradients is more than rounding above the first of these, and above so many times what gradients
+change by where parameters change by their last bit (:mod:`benchmarks.rounding`), or above the last."""
+
+
+def is_wrong(row: Row) -> bool:
+    """True if a row's gradients differ from what they are compared with by more than rounding does on that model."""
+    by_rounding = min(TIMES_ROUNDING * _rounding_errors().get(row.model, 0.0), MOST_ROUNDING)
+    return (row.gradient_error or 0.0) > max(LEAST_WRONG, by_rounding)
+
+
+@functools.cache
+def _rounding_errors() -> dict[str, float]:
+    errors: dict[str, float] = json.loads((RESULTS / "rounding.json").read_text(encoding="utf-8"))["errors"]
+    return errors
 
 
 def own_ratio(row: Row, of_model: list[Row]) -> float | None:
@@ -88,9 +109,11 @@ def verdicts_of(rows: list[Row], name: str, ours_at: str = OURS) -> Iterator[Ver
         notes = [ours.problem or ""]
         if (ours.allocator_peak_bytes or 0) > 1.01 * (peer.allocator_peak_bytes or math.inf):
             notes.append("fxmem's allocator peak is higher: scratch inside kernels")
-        if peer.gradient_error is not None and peer.gradient_error > 1e-3:
-            notes.append("peer's gradients wrong")
-        if ours_at == OURS_COMPILED and ours.gradient_error:
+        if is_wrong(peer):
+            notes.append(PEER_WRONG)
+        if is_wrong(ours):
+            notes.append("fxmem's gradients wrong")
+        elif ours_at == OURS_COMPILED and ours.gradient_error:
             notes.append(f"fxmem's gradients differ by {ours.gradient_error:.0e}")
         if peer.buffers not in (None, "equal"):
             notes.append("peer's BatchNorm wrong")

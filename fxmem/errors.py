@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import traceback
 from collections.abc import Iterable, Iterator
 
@@ -107,8 +108,8 @@ __all__ = [
 
 
 def first_lines(error: Exception, limit: int = 600) -> str:
-    """Return the beginning of an error's message on one line; its type's name if it has none."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
+    """Return the beginning of an error's message on one line, in whole words; its type's name if it has none."""
+    return textwrap.shorten(str(error), limit, placeholder=" ...") or type(error).__name__
 
 
 def raised_in(error: BaseException, modules: Iterable[tuple[str, object]]) -> str:

@@ -31,13 +31,13 @@ from fxmem.api.arguments import (
 )
 from fxmem.api.budget import parse_budget
 from fxmem.api.planned_class import PlannedModule, optimize_in_place, optimized, restored
-from fxmem.api.post_mortem import add_post_mortem
+from fxmem.api.post_mortem import Planned, add_post_mortem
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.capture.pytrees import looked_into
 from fxmem.compiled.report import CompiledCost, CompiledEstimate, CompiledReport
-from fxmem.compiled.surroundings import Surroundings, surroundings_of, with_loss
+from fxmem.compiled.surroundings import Surroundings, surroundings_of, with_loss, with_unread
 from fxmem.compiled.unread import refusing_gradients, unread_places
-from fxmem.errors import InputError, NotPlannedError
+from fxmem.errors import InputError, NotPlannedError, in_units
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.passes.context import Settings
@@ -142,6 +142,7 @@ class CompiledNamespace:
         from fxmem.compiled.lower import BREAKS, whole_graphs
 
         self._backend, self._breaks, self._whole_graphs = Backend(self.settings, self._around), BREAKS, whole_graphs
+        self._backend.explain = self.explain
         self._compile = partial(torch.compile, backend=held_weakly(self._backend), fullgraph=True, dynamic=False)
         self._calls: dict[tuple[int, ...], Callable[..., Any]] = {}
         """By the places of outputs that the loss does not read."""
@@ -161,8 +162,19 @@ class CompiledNamespace:
         self._begin()
 
     def explain(self, error: BaseException) -> None:
-        """Add to an error of memory what is there, and what to do."""
-        add_post_mortem(error, self.original, None)
+        """Add to an error of memory what was planned, what is there, and what to do."""
+        planned = None
+        if self._backend.reports:
+            report = self.report
+            planned = Planned(
+                report.predicted_peak_bytes,
+                report.budget_bytes,
+                f"compiled with nothing recomputed it takes {in_units(report.keep_all_peak_bytes)}",
+                None,
+                'fxmem.frontier(model, x, backend="inductor")',
+                options=', backend="inductor"',
+            )
+        add_post_mortem(error, self.original, planned)
 
     @property
     def reports(self) -> tuple[CompiledReport, ...]:
@@ -245,7 +257,9 @@ class CompiledNamespace:
         assert inputs is not None
         step = self._step_for(inputs)
         batch = [t for t in inputs.leaves if isinstance(t, torch.Tensor)]
-        around = surroundings_of((*model.buffers(), *batch, *tensors), tuple(model.parameters()), step)
+        parameters, buffers = tuple(model.parameters()), tuple(model.buffers())
+        around = surroundings_of((*buffers, *tensors), parameters, step)
+        around = with_unread(around, batch, (*parameters, *buffers, *tensors))
         with self._autocast.enter() if self._autocast else nullcontext():
             output = self._output_on_fakes(inputs) if self._output is None else self._output
             if step.loss_fn is None and self.settings.budget_bytes is not None:

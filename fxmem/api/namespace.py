@@ -11,10 +11,10 @@ from torch import fx
 
 from fxmem.api.arguments import check_alone, example_of, region_of_step
 from fxmem.api.loop_plans import LoopPlans
-from fxmem.api.post_mortem import add_post_mortem
+from fxmem.api.post_mortem import Planned, add_post_mortem
 from fxmem.capture.graph import Inputs, device_of
 from fxmem.devices import DeviceModel
-from fxmem.errors import InputError, NotPlannedError
+from fxmem.errors import InputError, NotPlannedError, in_units
 from fxmem.fake.fake_tensors import FakeWorld
 from fxmem.fake.stand_in import standing_in
 from fxmem.ir import Plan
@@ -87,8 +87,17 @@ class Namespace:
 
     def explain(self, error: BaseException) -> None:
         """Add to an error of memory what was planned, what is there, and what to do."""
-        latest = self.plans.latest
-        add_post_mortem(error, self.original, None if latest is None else latest.report)
+        latest, planned = self.plans.latest, None
+        if latest is not None:
+            report = latest.report
+            planned = Planned(
+                report.predicted_peak_bytes,
+                report.budget_bytes,
+                f"as it is it takes {in_units(report.eager_peak_bytes)}",
+                report.to_dict()["floor_bytes"],
+                "fxmem.estimate(model, x).floor_bytes",
+            )
+        add_post_mortem(error, self.original, planned)
 
     def raise_budget(self, budget_bytes: int) -> None:
         """Plan within this budget from now on."""

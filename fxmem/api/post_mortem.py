@@ -6,6 +6,7 @@ In: a ``torch.OutOfMemoryError`` on its way to the user. It stays the same error
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,6 @@ from fxmem.api.budget import free_bytes
 from fxmem.api.track import all_tensors
 from fxmem.errors import in_units
 from fxmem.profiling.storage_tracker import parts_of, tensors_of
-from fxmem.report.text import Report
 from fxmem.torch_private import storage_key
 
 MOST_NAMED = 5
@@ -21,23 +21,38 @@ MOST_NAMED = 5
 HEAD = "fxmem: "
 
 
-def add_post_mortem(error: BaseException, model: torch.nn.Module, report: Report | None) -> None:
-    """Add the note to an error, once. ``report``: of the plan that ran; None: nothing is planned yet."""
+class Planned(NamedTuple):
+    """What was planned for the step that failed, in bytes."""
+
+    peak_bytes: int
+    budget_bytes: int | None
+    unplanned: str
+    """What the step takes without a plan."""
+    least_bytes: int | None
+    """The least reachable peak, where it is known already: this is no time to plan."""
+    least_by: str
+    """What tells it."""
+    options: str = ""
+    """What ``optimize`` is to be given too."""
+
+
+def add_post_mortem(error: BaseException, model: torch.nn.Module, planned: Planned | None) -> None:
+    """Add the note to an error, once. ``planned``: the plan that ran; None: nothing is planned yet."""
     if any(note.startswith(HEAD) for note in getattr(error, "__notes__", ())):
         return
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    error.add_note("\n".join(_lines(model, report, device)))
+    error.add_note("\n".join(_lines(model, planned, device)))
 
 
-def _lines(model: torch.nn.Module, report: Report | None, device: torch.device) -> Iterator[str]:
+def _lines(model: torch.nn.Module, planned: Planned | None, device: torch.device) -> Iterator[str]:
     name = type(model).__name__
-    if report is None:
+    if planned is None:
         yield f"{HEAD}no step of {name} had been planned yet."
     else:
-        budget = "no budget" if report.budget_bytes is None else f"a budget of {in_units(report.budget_bytes)}"
+        budget = "no budget" if planned.budget_bytes is None else f"a budget of {in_units(planned.budget_bytes)}"
         yield (
-            f"{HEAD}a step of {name} was planned to take {in_units(report.predicted_peak_bytes)} "
-            f"({report.predicted_peak_bytes} bytes) with {budget}; as it is it takes {in_units(report.eager_peak_bytes)}."
+            f"{HEAD}a step of {name} was planned to take {in_units(planned.peak_bytes)} ({planned.peak_bytes} bytes) with "
+            f"{budget}; {planned.unplanned}."
         )
     if device.type == "cuda":
         yield from _measured(device)
@@ -46,7 +61,7 @@ def _lines(model: torch.nn.Module, report: Report | None, device: torch.device) 
         total = sum(nbytes for nbytes, _ in outside)
         yield f"  tensors on {device} that are no parameters, buffers or gradients of it: {in_units(total)}, the largest:"
         yield from (f"    {in_units(nbytes)} {what}" for nbytes, what in outside[:MOST_NAMED])
-    yield from _remedies(model, report, device)
+    yield from _remedies(model, planned, device)
 
 
 def _measured(device: torch.device) -> Iterator[str]:
@@ -71,23 +86,24 @@ def _outside(model: torch.nn.Module, device: torch.device) -> list[tuple[int, st
     return sorted((each for each in found.values() if each[0]), reverse=True)
 
 
-def _remedies(model: torch.nn.Module, report: Report | None, device: torch.device) -> Iterator[str]:
+def _remedies(model: torch.nn.Module, planned: Planned | None, device: torch.device) -> Iterator[str]:
     if device.type == "cuda":
         available = free_bytes(device, model)
         if available <= 0:
             yield "  what to do: other tensors and processes take all of the device; let go of them, or use another one."
-        elif report is None or report.predicted_peak_bytes > available:
+        elif planned is None or planned.peak_bytes > available:
+            options = planned.options if planned else ""
             yield (
-                f"  what to do: {available} bytes are there for a step: fxmem.optimize(model, budget={available}), or a "
-                f"smaller batch: fxmem.estimate(model, x).max_batch_size({available})."
+                f"  what to do: {available} bytes are there for a step: fxmem.optimize(model, budget={available}{options})"
+                f", or a smaller batch: fxmem.estimate(model, x).max_batch_size({available})."
             )
         else:
             yield (
                 f"  what to do: {available} bytes are there for a step, enough for the plan, but not in one piece or not "
                 "all the time: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or keep fewer tensors outside."
             )
-    elif report is not None:
-        floor = report.to_dict()["floor_bytes"]  # where it is known already: this is no time to plan
-        lower = f"fxmem.optimize(model, budget={floor}), which is the least" if floor else "a lower budget"
-        known = "" if floor else "; fxmem.estimate(model, x).floor_bytes tells how low it can be"
+    elif planned is not None:
+        least, options = planned.least_bytes, planned.options
+        lower = f"fxmem.optimize(model, budget={least}{options}), which is the least" if least else "a lower budget"
+        known = "" if least else f"; {planned.least_by} tells how low it can be"
         yield f"  what to do: {lower}{known}, or a smaller batch."

@@ -83,6 +83,8 @@ def prepare(
     """
     namespace = getattr(model, "fxmem", None)
     plans = getattr(getattr(namespace, "plans", None), "asked", None)
+    if namespace is not None and plans is None:
+        raise InputError('prepare is for eager steps; with backend="inductor" each size is planned as it comes')
     if namespace is None or not isinstance(plans, CompileCache):
         raise InputError("prepare needs an optimized module: fxmem.prepare(fxmem.optimize(model, ...), batches)")
     prepared = _prepare(namespace.original, plans, namespace.settings, batches, example_args, example_kwargs, arguments)

@@ -21,10 +21,10 @@ from fxmem.compiled.graph_call import CompiledGraph
 from fxmem.compiled.graph_planner import GraphPlanner
 from fxmem.compiled.levers import NO_LEVERS, Levers
 from fxmem.compiled.lower import breaks_off, compilation_now, compiled, passing_dynamo
-from fxmem.compiled.refusals import check_inputs, check_one_graph, check_settings
+from fxmem.compiled.refusals import check_graph, check_one_graph, check_settings
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.step_planner import PlannedGraph
-from fxmem.compiled.surroundings import Surroundings, surroundings_of
+from fxmem.compiled.surroundings import Surroundings, is_trained, surroundings_of
 from fxmem.errors import FxMemError
 from fxmem.passes.context import Settings
 
@@ -47,6 +47,8 @@ class Backend:
         self.settings = settings
         self.only_plan: Callable[[GraphPlanner], object] | None = None
         """If set: called for a training graph instead of compiling it."""
+        self.explain: Callable[[BaseException], None] | None = None
+        """If set: given each error of memory of the compiled code."""
         self.reports: list[CompiledReport] = []
         self._around = around or self._of_graph
         self._calls = Calls(settings, self._tell, self._compiled)
@@ -58,7 +60,7 @@ class Backend:
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         try:
             check_settings(options)
-            check_inputs(inputs)
+            check_graph(graph_module, inputs)
             graph = CompiledGraph(graph_module, breaks_off(graph_module))
             made = self._compiled(graph, graph_module, inputs)
         except FxMemError as error:
@@ -68,7 +70,9 @@ class Backend:
                 raise Planned
             return made
         graph.keep(made)
-        return partial(_called, graph, weakref.ref(self._calls))
+        caller = partial(_called, graph, weakref.ref(self._calls))
+        graph.caller = weakref.ref(caller)
+        return caller
 
     def plan_only(self, planner: GraphPlanner) -> None:
         """Tell of the plan that a step of one call takes. Errors: ``InfeasibleBudgetError``."""
@@ -87,7 +91,8 @@ class Backend:
         def levers() -> Levers:
             return NO_LEVERS if graph.wanted is None else graph.wanted.levers
 
-        return compiled(graph_module, inputs, partial(self._partition, graph, inputs), levers)
+        explain = partial(_explain, weakref.ref(self))
+        return compiled(graph_module, inputs, partial(self._partition, graph, inputs), levers, explain)
 
     def _partition(
         self,
@@ -100,7 +105,8 @@ class Backend:
         if graph.planned is None:
             self._check_compilation()
             around = self._around([t for t in inputs if isinstance(t, torch.Tensor)])
-            planner = GraphPlanner.of(joint, num_outputs, static, around, self.settings)
+            trained = frozenset(place for place, t in enumerate(inputs) if is_trained(t))
+            planner = GraphPlanner.of(joint, num_outputs, static, around, self.settings, trained)
             if self.only_plan is not None:
                 self.only_plan(planner)
                 raise Planned
@@ -119,7 +125,7 @@ class Backend:
 
     def _of_graph(self, tensors: Sequence[torch.Tensor]) -> Surroundings:
         """What is around a graph of which no more is known than its inputs: it holds its loss."""
-        parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
+        parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter) or is_trained(t)]
         return surroundings_of(tensors, parameters, self.settings.step)
 
 
@@ -127,6 +133,12 @@ def _called(graph: CompiledGraph, calls: weakref.ref[Calls], *inputs: Any) -> An
     """Call a graph. Torch keeps this for good, and is not to keep the backend with it."""
     found = calls()
     return graph.any_compiled(*inputs) if found is None else found.call(graph, inputs)
+
+
+def _explain(backend: weakref.ref[Backend], error: BaseException) -> None:
+    found = backend()
+    if found is not None and found.explain is not None:
+        found.explain(error)
 
 
 def held_weakly(backend: Backend) -> Callable[..., Any]:

@@ -13,7 +13,8 @@ NOTE [Steps of several calls]
    graph reads: then too the step is planned once it was seen.
 3. A call that continues a step takes the cheapest plan that fits beside the calls before it. If none does, these took too
    much: the budget is refused where all of them at their deepest take too much as well; else this one step goes over it,
-   and a warning says by how much.
+   and a warning says by how much. Where one graph is called again and again, calls are not judged that by those judged
+   before leave room, up to twice as many: each is run on fakes with all before it.
 4. When the next step begins, the step that was seen is planned as a whole, and from then on each of its calls runs code
    of that plan, compiled at the call. Steps that begin alike share code up to where they part: the deepest of their plans.
 5. Which outputs are held until a step is over is observed in its first run; meanwhile all are taken to be.
@@ -29,18 +30,19 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from fxmem.compiled.beside import Beside, Room
 from fxmem.compiled.fakerun import GraphCall, Source
-from fxmem.compiled.graph_call import NUMBERS, Call, Compile, CompiledGraph, Inputs, Node, Output
+from fxmem.compiled.graph_call import NUMBERS, Call, Compile, CompiledGraph, Inputs, Node, Output, node_of
 from fxmem.compiled.graph_planner import STEP, infeasible
 from fxmem.compiled.lower import compiling_alone
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.step_planner import StepPlanner, Variant
 from fxmem.compiled.step_run import StepRun
-from fxmem.compiled.surroundings import Surroundings, joined, weight_of
+from fxmem.compiled.surroundings import is_trained, joined, weight_of
 from fxmem.errors import InfeasibleBudgetError, in_units
 from fxmem.passes.context import Settings
 from fxmem.profiling.training_step import TrainingStep
@@ -54,33 +56,6 @@ MOST_KEPT = 4
 
 Key = tuple[Any, ...]
 """Of calls that begin a step: what is there beside, and their graphs."""
-
-
-class Beside(NamedTuple):
-    """What is there as a step begins, and is not always."""
-
-    step: TrainingStep
-    """The step asked for, with what becomes of gradients that are there."""
-    outputs_bytes: int = 0
-    """Of outputs of steps before that go before the backward, where there is no room for them."""
-    kept_bytes: int = 0
-    """Of those that stay."""
-
-    def around(self, around: Surroundings) -> Surroundings:
-        """Return ``around``, which is of :attr:`step`, with these outputs."""
-        outputs, kept = ((nbytes,) if nbytes else () for nbytes in (self.outputs_bytes, self.kept_bytes))
-        return replace(around, in_forwards=(*around.in_forwards, *outputs), present=(*around.present, *kept))
-
-
-class Room(NamedTuple):
-    """What may be there beside a step, in bytes, and its plan keeps the budget."""
-
-    in_forwards: int
-    """Until the backward begins."""
-    throughout: int
-
-    def least(self, other: Room) -> Room:
-        return Room(min(self.in_forwards, other.in_forwards), min(self.throughout, other.throughout))
 
 
 def _ref(tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
@@ -109,6 +84,8 @@ class Calls:
         """By the graph that a step begins with."""
         self._is_told = False
         """Whether it was told that the step that is seen for the first time goes over the budget."""
+        self._judged: list[tuple[int, int]] = []
+        """Of that step: how many calls were run on fakes, and the bytes that these need."""
         self._is_retained_told = self._is_beside_told = False
         self._kept_told: set[str] = set()
         self._noted: dict[tuple[CompiledGraph, ...], Inputs] = {}
@@ -118,6 +95,7 @@ class Calls:
         """Return how to compile a graph for the first time, for a call that follows. Errors: ``InfeasibleBudgetError``."""
         before, budget = self._begun(graph, inputs), self._settings.budget_bytes
         assert graph.planned is not None
+        self._forget_dropped()
         call = self._call_of(graph)
         self._note(call, before, inputs)
         if before:
@@ -214,7 +192,7 @@ class Calls:
 
     def _follow(self, call: Call, inputs: Sequence[Any], outputs: Any) -> None:
         tensors = [(place, t) for place, t in enumerate(outputs) if isinstance(t, torch.Tensor)]
-        node = next((t.grad_fn for _, t in tensors if t.grad_fn is not None), None)
+        node = node_of(t for _, t in tensors)
         if node is None:
             return  # no backward comes
         call.outputs = tuple(_ref(t) for _, t in tensors)
@@ -248,8 +226,10 @@ class Calls:
         tensors = {storage_key(t): t for t in inputs if isinstance(t, torch.Tensor)}
         keys = [storage_key(t) if isinstance(t, torch.Tensor) else next(NUMBERS) for t in inputs]
         nbytes = {key: weight_of(t, memory) for key, t in tensors.items() if key not in made}
-        parameters = tuple(_ref(t) for t in inputs if isinstance(t, torch.nn.Parameter))
-        call.inputs = Inputs(tuple(made.get(key, key) for key in keys), nbytes, parameters)
+        trained = frozenset(place for place, t in enumerate(inputs) if is_trained(t))
+        weights = (t for t in inputs if isinstance(t, torch.nn.Parameter) or is_trained(t))
+        sources = tuple(made.get(key, key) for key in keys)
+        call.inputs = Inputs(sources, nbytes, tuple(map(_ref, weights)), trained)
         self._noted[*(each.graph for each in before), call.graph] = call.inputs
 
     def _tell_of_retained(self) -> None:
@@ -267,9 +247,12 @@ class Calls:
         """Return what the last call of a step takes that is seen for the first time (NOTE, 3)."""
         calls, budget = [*before, call], self._settings.budget_bytes
         key = self._key(calls)
+        if before and before[-1].graph is call.graph and self._has_room_for(len(calls)):
+            return self._tried.setdefault(key, before[-1].variant)
         planned, variants = self._planner_of(calls), [each.variant for each in before]
         with compiling_alone():
-            found = planned.last_within(variants, math.inf if budget is None else budget)
+            found, needed_bytes = planned.last_within(variants, math.inf if budget is None else budget)
+            self._judged.append((len(calls), needed_bytes))
             if found is None:
                 assert budget is not None
                 found = planned.deepest()[-1]
@@ -282,12 +265,24 @@ class Calls:
         self._tried[key] = found
         return found
 
+    def _has_room_for(self, num_calls: int) -> bool:
+        """True if so many calls, the last of one graph, keep the budget by what was judged (NOTE, 3)."""
+        budget = self._settings.budget_bytes
+        if budget is None:
+            return True
+        if len(self._judged) < 2:
+            return False
+        (num_before, bytes_before), (num_judged, judged_bytes) = self._judged[-2:]
+        each_bytes = (judged_bytes - bytes_before) / (num_judged - num_before)
+        likely_bytes = judged_bytes + (num_calls - num_judged) * max(0.0, each_bytes)
+        return num_calls < 2 * num_judged and likely_bytes <= budget
+
     def _plan_step(self) -> None:
         """Plan for the step that was seen, if it is another one than those before. Where that is refused or interrupted,
         it is still to be done at the next call."""
         if self._key(self._step) not in self._steps:
             self._plan(self._step)
-        self._tried, self._is_told = {}, False
+        self._tried, self._judged, self._is_told = {}, [], False
 
     def _plan(self, calls: Sequence[Call]) -> None:
         """Plan for a step of these calls, with what is there beside. Where no plan fits that, but one would without, the
@@ -329,6 +324,12 @@ class Calls:
     def _call_of(self, graph: CompiledGraph) -> Call:
         return Call(graph, Variant(0), outputs_stay=self._settings.step.loop.keeps_output)
 
+    def _forget_dropped(self) -> None:
+        tables: tuple[dict[Any, Any], ...] = self._variants, self._tried, self._steps, self._room, self._noted
+        for table in tables:
+            for key in [k for k in table if any(isinstance(part, CompiledGraph) and part.is_dropped for part in k)]:
+                del table[key]
+
     def _key(self, calls: Sequence[Call]) -> Key:
         return self._beside, *(call.graph for call in calls)
 
@@ -358,10 +359,11 @@ class Calls:
         nbytes = {s: weight for each in inputs for s, weight in each.nbytes.items()}
         parameters = [p for each in inputs for ref in each.parameters if (p := ref()) is not None]
         around = beside.around(joined(arounds, nbytes, parameters, made, beside.step))
-        stay = [call.outputs_stay for call in calls]
-        return StepPlanner(
-            graphs, tuple(GraphCall(each.sources, s) for each, s in zip(inputs, stay, strict=True)), around
+        graph_calls = (
+            GraphCall(each.sources, call.outputs_stay, each.trained if beside.step.accumulate else frozenset())
+            for call, each in zip(calls, inputs, strict=True)
         )
+        return StepPlanner(graphs, tuple(graph_calls), around)
 
     def _inputs_of(self, calls: Sequence[Call]) -> list[Inputs]:
         graphs = [call.graph.planned for call in calls if call.graph.planned is not None]
@@ -371,8 +373,8 @@ class Calls:
 
 
 def _trained_in(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Return the parameters among a call's inputs that are trained."""
-    return tuple(t for t in inputs if isinstance(t, torch.nn.Parameter) and t.requires_grad)
+    """Return those of a call's inputs that are trained."""
+    return tuple(filter(is_trained, inputs))
 
 
 def _first(num_calls: int) -> str:

@@ -140,8 +140,23 @@ class _Writer:
         clones[node] = self._clone(node, passing)
         return clones[node]
 
+    def _is_there(self, node: fx.Node, passing: Clones) -> bool:
+        """Whether :meth:`_found` writes nothing for a node."""
+        if any(node in clones for clones in (passing, self._recomputed, self._shared)):
+            return True
+        is_copied = node not in self._before or node.op == "get_attr" or node in self._kept
+        return is_copied and node not in self._as_bytes
+
     def _clone(self, node: fx.Node, passing: Clones) -> fx.Node:
         """Copy ``node``, with what it needs, into the backward."""
+        needed, waiting = list[fx.Node](), [iter(node.all_input_nodes)]  # no recursion: chains may be long
+        while waiting:
+            read = next((read for read in waiting[-1] if not self._is_there(read, passing)), None)
+            if read is not None:
+                needed.append(read)
+                waiting.append(iter(() if read in self._as_bytes else read.all_input_nodes))
+            elif waiting.pop() and needed:
+                self._found(needed.pop(), passing)
         copy = self._graph.node_copy(node, lambda read: self._found(read, passing))
         copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
         copy.meta.pop("recompute", None)

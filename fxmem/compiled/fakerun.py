@@ -35,6 +35,7 @@ from fxmem.profiling.caching_allocator import Allocation
 from fxmem.profiling.roofline import Hardware, flops_of
 from fxmem.profiling.step_events import StepLog
 from fxmem.profiling.storage_tracker import StorageTracker
+from fxmem.runtime.autocast import no_autocast
 from fxmem.torch_private import FakeTensorMode, OpOverload, storage_key, tree_leaves
 
 HOLDS_TANGENTS = torch_release() < (2, 13)
@@ -58,6 +59,8 @@ class GraphCall:
     """By place: what made it, or a number that the same tensor has in other calls too. Empty: all were there before."""
     outputs_stay: bool = True
     """Whether its outputs are held until the step is over; else until all forwards are."""
+    added_to: frozenset[int] = frozenset()
+    """The places of inputs whose gradients are there before: the backward's are added to them, and freed."""
 
     def sources(self, graph: LoweredGraph) -> Sequence[Source | int]:
         return self.inputs or range(len(graph.inputs) - graph.num_tokens)
@@ -69,7 +72,7 @@ class LoweredGraph:
     def __init__(self, parts: Partitioned, num_outputs: int, levers: Levers = NO_LEVERS) -> None:
         self._forward, self._backward = parts
         self.num_outputs, self.levers = num_outputs, levers
-        with unknown_code_told(), levers.pulled(is_backward=False):
+        with unknown_code_told(), no_autocast(), levers.pulled(is_backward=False):
             self.forward = lowered_forward(self._forward, num_outputs)
         self._backward_code: Wrapper | None = None
 
@@ -143,7 +146,7 @@ def run_step(
 
     Errors: ``ProfileError`` if the generated code calls what is not known, which is never counted as nothing.
     """
-    with unknown_code_told():
+    with unknown_code_told(), no_autocast():
         return _Run(graphs, calls, around, hardware, measures).step()
 
 
@@ -206,7 +209,6 @@ class _Run:
         backward_peak = self._peak_since()
         free_loss()
         tracker.hold_bytes(around.loss_left)
-        end = tracker.live_bytes
         self._log.phase_starts(Phase.OPTIMIZER)
         tracker.repeat(around.optimizer)
         floor = self._peak_since()
@@ -217,7 +219,7 @@ class _Run:
         allocated = self._allocated(peak)
         most = 0 if around.memory.model is None else max(allocated + ROOM_BYTES, self._first_peak(allocated - peak))
         return StepRun(
-            allocated, forward_peak, saved_bytes, backward_peak, end, self._seconds, most, floor, peak - self._outside_peak,
+            allocated, forward_peak, saved_bytes, backward_peak, self._seconds, most, floor, peak - self._outside_peak,
             self._laid_out_seconds, self._measured_seconds,
         )  # fmt: skip
 
@@ -251,7 +253,7 @@ class _Run:
                 gradients = list(backward(saved))
                 for place, source in enumerate(call.sources(graph)):
                     gradient, gradients[place] = gradients[place], None
-                    is_first = source not in self._gradients  # a further one is added in place
+                    is_first = source not in self._gradients and place not in call.added_to  # else it is added in place
                     if isinstance(gradient, torch.Tensor) and is_first:
                         of_call = isinstance(source, Source)
                         self._gradients[source] = gradient if of_call else self._kept(inputs[place], gradient)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,8 +38,15 @@ class CompiledGraph:
         """None until its joint graph was seen."""
         self.wanted: Variant | None = None
         """How it is to be compiled now; None: how is still to be found."""
+        self.caller: weakref.ref[Any] | None = None
+        """What Dynamo was given; None while the graph is compiled for the first time."""
         self._module, self._graph = graph_module, copy.deepcopy(graph_module.graph)
         self._compiled: dict[Variant, Compiled] = {}
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether Dynamo will not call it any more."""
+        return self.caller is not None and self.caller() is None
 
     @property
     def any_compiled(self) -> Compiled:
@@ -60,6 +67,24 @@ class CompiledGraph:
         return self._compiled[variant]
 
 
+def node_of(tensors: Iterable[torch.Tensor]) -> Any:
+    """Return the compiled function's node of autograd, given what a call returned; None where no backward comes. Views that
+    the call returns of what the function made have nodes of their own."""
+    nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    own = next(filter(_is_compiled, nodes), None)
+    return own or next(filter(None, map(_compiled_behind, nodes)), None)
+
+
+def _compiled_behind(node: Any) -> Any:
+    while node is not None and not _is_compiled(node):
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node
+
+
+def _is_compiled(node: Any) -> bool:
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
 class Inputs(NamedTuple):
     """What a graph was called with."""
 
@@ -68,6 +93,8 @@ class Inputs(NamedTuple):
     nbytes: Mapping[int, int]
     """By storage, of those that no call of the step made."""
     parameters: tuple[weakref.ref[torch.Tensor], ...]
+    trained: frozenset[int]
+    """The places of those that a backward gives a gradient to keep."""
 
     def later(self, there: Container[int]) -> Inputs:
         """Return the inputs of a call like this in a later step; what is not ``there`` any more gets a new number, as its

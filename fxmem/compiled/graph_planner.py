@@ -69,11 +69,15 @@ class GraphPlanner:
         static: Sequence[int] | None,
         around: Surroundings,
         settings: Settings,
+        trained: frozenset[int] = frozenset(),
     ) -> GraphPlanner:
+        """``trained``: the places of inputs that a backward gives a gradient to keep."""
         start = time.perf_counter()
         kernels = Kernels.of(JointGraph.of(without_duplicates(joint), num_outputs))
         hardware = settings.hardware or hardware_for(kernels.joint.device_type)
         profile = profile_of(kernels, around, hardware)
+        step = settings.step
+        call = GraphCall((), step.loop.keeps_output, trained if step.accumulate else frozenset())
         key = signature_of(
             joint,
             num_outputs,
@@ -83,7 +87,7 @@ class GraphPlanner:
             settings.planner,
             settings.plan_seconds,
             settings.measure,
-            settings.step.loop,
+            call,
         )
         if key not in _KNOWN:
             while len(_KNOWN) >= MOST_KEPT:
@@ -92,7 +96,6 @@ class GraphPlanner:
             _KNOWN[key] = candidates, Candidates(candidates.points) if lays_out(joint) else None
         usual, as_laid_out = _KNOWN[key]
         measures = settings.measure and as_laid_out is not None
-        call = GraphCall(outputs_stay=settings.step.loop.keeps_output)
         return GraphPlanner(kernels, profile, around, hardware, static, usual, as_laid_out, call, measures, start)
 
     def beside(self, around: Surroundings) -> GraphPlanner:
@@ -101,12 +104,13 @@ class GraphPlanner:
         profile = profile_of(self.kernels, around, self.hardware)
         present_bytes = sum(around.present) - sum(self.around.present)
         in_forwards_bytes = sum(around.in_forwards) - sum(self.around.in_forwards)
+        added_bytes = sum(around.added_to) - sum(self.around.added_to)
         peaks = [simulate(profile, point.plan).peak_bytes for point in self.candidates.points]
         points = tuple(replace(point, peak_bytes=p) for point, p in zip(self.candidates.points, peaks, strict=True))
 
         def moved(candidates: Candidates[FrontierPoint]) -> Candidates[FrontierPoint]:
-            runs = {place: run.beside(present_bytes, in_forwards_bytes) for place, run in candidates.runs.items()}
-            return Candidates(points, runs)
+            more = present_bytes, in_forwards_bytes, added_bytes
+            return Candidates(points, {place: run.beside(*more) for place, run in candidates.runs.items()})
 
         as_laid_out = None if self.as_laid_out is None else moved(self.as_laid_out)
         return replace(

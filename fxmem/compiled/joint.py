@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxmem.op_facts.kinds import CompiledRole
-from fxmem.op_facts.lookup import with_role
+from fxmem.op_facts.lookup import may_draw, with_role
 from fxmem.torch_private import OpOverload, arguments_by_name, schema_of, tree_leaves
 
 COPIES = with_role(CompiledRole, "copy")
@@ -82,7 +82,9 @@ class JointGraph:
 
     @property
     def device_type(self) -> str:
-        return next((node.meta["val"].device.type for node in self.inputs), "cpu")
+        """Where the step runs: not on the CPU for a number that is there."""
+        devices = (t.device.type for node in self.inputs for t in tensors_of(node))
+        return next((device for device in devices if device != "cpu"), "cpu")
 
     def before_backward(self) -> Iterator[fx.Node]:
         """Yield what may run before the backward, in the graph's order."""
@@ -205,8 +207,9 @@ def why_not_again(node: fx.Node) -> str:
         return "a higher-order op"
     if schema_of(target).name in _SEEDS:
         return "seeds are drawn once"
-    if torch.Tag.nondeterministic_seeded in target.tags and not _never_drops(node):
-        return "it draws random numbers"
+    if may_draw(target) and not _never_drops(node):
+        is_known = torch.Tag.nondeterministic_seeded in target.tags
+        return "it draws random numbers" if is_known else "a custom op may draw random numbers"
     if target.namespace in ("_c10d_functional", "c10d"):
         return "a collective"
     return "it writes to its input" if target in COPIES or node.is_impure(impure_random=False) else ""

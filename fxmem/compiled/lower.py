@@ -33,6 +33,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
 
 from fxmem.compiled.levers import Levers
+from fxmem.compiled.scratch import process_state
 from fxmem.compiled.wrapper import Wrapper
 from fxmem.disk_cache import digest
 from fxmem.errors import CaptureError, FxMemError, first_lines
@@ -83,17 +84,19 @@ def compiled(
     inputs: Sequence[Any],
     partition: Partition,
     levers: Callable[[], Levers] = Levers,
+    explain: Callable[[BaseException], None] = lambda error: None,
 ) -> Callable[..., Any]:
     """Return Dynamo's graph compiled by Inductor, with ``partition`` in the partitioner's seat.
 
     AOTAutograd's cache is off: it would hand out the plan of another budget. ``levers``: asked for after ``partition``.
+    ``explain``: given the errors of memory of the code, in forwards and backwards.
     """
     now = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
     partitioner = Partitioner(partition)
 
     def inner(part: fx.GraphModule, part_inputs: Sequence[Any], **options: Any) -> Any:
         with levers().pulled(is_backward=options.get("is_backward", False)):
-            return compile_fx_inner(part, part_inputs, **options)
+            return _explained(compile_fx_inner(part, part_inputs, **options), explain)
 
     patches = {"custom_partitioner_fn": partitioner}
     with now:
@@ -102,6 +105,20 @@ def compiled(
         finally:
             partitioner.leave()
     return made  # type: ignore[return-value]
+
+
+def _explained(made: Any, explain: Callable[[BaseException], None]) -> Any:
+    run = made.current_callable
+
+    def run_explained(inputs: Any) -> Any:
+        try:
+            return run(inputs)
+        except torch.OutOfMemoryError as error:
+            explain(error)
+            raise
+
+    made.current_callable = run_explained
+    return made
 
 
 # -- what is set --------------------------------------------------------------------------------------------------------
@@ -187,11 +204,11 @@ def without_duplicates(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def signature_of(graph_module: fx.GraphModule, *others: object) -> str:
-    """Return a key that graphs share whose plans are the same: nodes, shapes, strides, and Inductor's settings."""
+    """Return a key that graphs share whose plans are the same: nodes, shapes, strides, and all settings."""
     values = [str(n.meta.get("val")) + _strides(n.meta.get("val")) for n in graph_module.graph.nodes]
     settings = inductor_config.get_config_copy()
     settings.pop("custom_partitioner_fn", None)
-    others = (*others, functorch_config.donated_buffer)
+    others = (*others, functorch_config.donated_buffer, process_state())
     return digest(str(graph_module.graph), *values, repr(sorted(settings.items(), key=str)), *map(repr, others))
 
 

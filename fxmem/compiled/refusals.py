@@ -6,9 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxmem.compiled.lower import settings_now
 from fxmem.errors import InputError
+from fxmem.op_facts.kinds import CompiledRole
+from fxmem.op_facts.lookup import with_role
+
+REGIONS = with_role(CompiledRole, "region")
 
 TESTED = ((2, 11), (2, 14))
 """The first and the last minor version of torch whose generated code is known to be read right."""
@@ -18,7 +23,8 @@ def check_settings(options: Mapping[str, Any]) -> None:
     """Errors: ``InputError`` for what torch.compile was given, or is set, that the prediction does not cover."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     settings = settings_now()
-    refused = [(name, what) for name, what in _REFUSED.items() if getattr(settings, name)]
+    values = ((getattr(settings, name), name, what) for name, what in _REFUSED.items())
+    refused = [(name, what) for value, name, what in values if value is not None and value is not False]
     if not TESTED[0] <= version <= TESTED[1]:
         first, last = (".".join(map(str, each)) for each in TESTED)
         raise InputError(
@@ -34,8 +40,13 @@ def check_settings(options: Mapping[str, Any]) -> None:
         raise InputError(f"{what} (torch's {name} is {getattr(settings, name)!r})")
 
 
-def check_inputs(inputs: Sequence[Any]) -> None:
-    """Errors: ``InputError`` for graphs of symbolic sizes, or on devices that are not known."""
+def check_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Errors: ``InputError`` for graphs of symbolic sizes, of regions by themselves, or on devices that are not known."""
+    if any(node.target in REGIONS for node in graph_module.graph.nodes):
+        raise InputError(
+            "a region of the model is compiled once for all its calls (torch.compiler.nested_compile_region), and "
+            "partitioned by itself, so that no plan can be over the step; take that decorator away"
+        )
     if any(isinstance(each, torch.SymInt) for each in inputs):
         raise InputError(
             "the graph has symbolic sizes, and its peak is one for each of them; pass torch.compile(..., dynamic=False), "

@@ -19,7 +19,7 @@ from fxmem.runtime.allocations import allocated_on_cpu
 from fxmem.torch_private import OpOverload, tree_map_only, without_modes
 
 _MEASURED: dict[str, int] = {}
-"""By op and layout of its arguments."""
+"""By op, layout of its arguments, and what is set in the process."""
 _TIMED: dict[str, float] = {}
 """The same, seconds."""
 LEAST_RUNS, MOST_RUNS, ENOUGH_SECONDS = 3, 20, 0.06
@@ -59,7 +59,7 @@ def copy_seconds(target: torch.Tensor, source: torch.Tensor) -> float:
         given = _zeros(source)
         return lambda: _empty(target).copy_(given)
 
-    return _least_seconds(f"copy {_layout(target)} {_layout(source)}", made)
+    return _least_seconds(f"copy {_layout(target)} {_layout(source)} {process_state()}", made)
 
 
 def _least_seconds(key: str, made: Callable[[], Callable[[], object]]) -> float:
@@ -74,8 +74,20 @@ def _least_seconds(key: str, made: Callable[[], Callable[[], object]]) -> float:
     return _TIMED[key]
 
 
+def process_state() -> tuple[object, ...]:
+    """Return what is set in the process and decides which kernels run, and what code is generated."""
+    backends = torch.backends
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        (backends.mkldnn.enabled, backends.mkldnn.deterministic),
+        (backends.cudnn.enabled, backends.cudnn.deterministic, backends.cudnn.benchmark),
+    )
+
+
 def _key(op: OpOverload, args: Any, kwargs: Any) -> str:
-    return f"{op} {tree_map_only(torch.Tensor, _layout, (args, kwargs))}"
+    return f"{op} {tree_map_only(torch.Tensor, _layout, (args, kwargs))} {process_state()}"
 
 
 def _is_measured(op: OpOverload) -> bool:

@@ -21,8 +21,6 @@ class StepRun:
     saved_bytes: int
     """Alive between forward and backward, outputs included."""
     backward_peak_bytes: int
-    end_bytes: int
-    """Alive after the backward: gradients, outputs, and all that is there for the whole step."""
     seconds: float
     """Estimated from bytes that kernels move and FLOPs of other ops."""
     most_bytes: int = 0
@@ -58,11 +56,12 @@ class StepRun:
         """What may be there beside until the backward begins, and the step takes no more."""
         return max(self.backward_peak_bytes, self.floor_bytes, self.forward_peak_bytes) - self.forward_peak_bytes
 
-    def beside(self, present_bytes: int, in_forwards_bytes: int) -> StepRun:
-        """Return the same step where so much more is there: until it is over, and until the backward begins."""
+    def beside(self, present_bytes: int, in_forwards_bytes: int, added_bytes: int = 0) -> StepRun:
+        """Return the same step where so much more is there: until it is over, and until the backward begins.
+        ``added_bytes``: of gradients that are added to others then, and freed."""
         before = max(self.forward_peak_bytes, self.backward_peak_bytes, self.floor_bytes)
         forward = self.forward_peak_bytes + present_bytes + in_forwards_bytes
-        backward, floor = self.backward_peak_bytes + present_bytes, self.floor_bytes + present_bytes
+        backward, floor = self.backward_peak_bytes + present_bytes, self.floor_bytes + present_bytes - added_bytes
         more = max(forward, backward, floor) - before
         return replace(
             self,
@@ -70,7 +69,6 @@ class StepRun:
             forward_peak_bytes=forward,
             saved_bytes=self.saved_bytes + present_bytes + in_forwards_bytes,
             backward_peak_bytes=backward,
-            end_bytes=self.end_bytes + present_bytes,
             most_bytes=self.most_bytes and self.most_bytes + more,
             floor_bytes=floor,
         )

@@ -58,6 +58,10 @@ class Surroundings:
     parameters: tuple[weakref.ref[torch.Tensor], ...] = field(default=(), repr=False)
     others: tuple[int, ...] = ()
     """Bytes of the gradients of parameters that the optimizer given has beside those."""
+    unread: tuple[int, ...] = ()
+    """Bytes of what a call is given and its graph does not read, which are in ``present`` too."""
+    added_to: tuple[int, ...] = ()
+    """The same of gradients that are there, and the backward adds to: what it makes for these is freed."""
 
     def with_others(self) -> Surroundings:
         """Return the same where these gradients are there for the whole step, as what computes them is not known."""
@@ -89,6 +93,11 @@ def _repeated(events: Iterable[Allocation]) -> StorageTracker:
     return tracker
 
 
+def is_trained(tensor: object) -> bool:
+    """True for what a backward gives a gradient to keep."""
+    return isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad
+
+
 def surroundings_of(
     tensors: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor], step: TrainingStep
 ) -> Surroundings:
@@ -117,7 +126,8 @@ def joined(
     first, memory = arounds[0], arounds[0].memory
     there = {storage_key(t): weight_of(t, memory) for each in arounds for t in _alive(each.there)}
     known = [p for each in arounds for p in _alive(each.parameters)]
-    present = (*(nbytes for key, nbytes in {**there, **inputs}.items() if key not in made), *first.targets)
+    unread = (nbytes for each in arounds for nbytes in each.unread)
+    present = (*(nbytes for key, nbytes in {**there, **inputs}.items() if key not in made), *unread, *first.targets)
     every = tuple({id(p): p for p in (*known, *parameters)}.values())
     return _with_parameters(replace(first, present=present, state=(), optimizer=()), step, every)
 
@@ -130,10 +140,10 @@ def _with_parameters(around: Surroundings, step: TrainingStep, parameters: Seque
     others = [p for group in groups for p in group["params"] if id(p) not in seen]
     weights = [weight_of(p, around.memory) for p in others]
     old = [_gradient_bytes(p, around.memory) for p in parameters if step.begins_with_gradients]
-    gradients = (_gradient_bytes(p, around.memory) for p in others)
-    present = tuple(filter(None, (*around.present, *weights, *(old if step.accumulate else ()))))
-    cleared = () if step.accumulate else tuple(filter(None, old))
-    around = replace(around, present=present, in_forwards=cleared, others=tuple(filter(None, gradients)))
+    added_to, cleared = (tuple(filter(None, old)) if step.accumulate == kept else () for kept in (True, False))
+    gradients = tuple(filter(None, (_gradient_bytes(p, around.memory) for p in others)))
+    present = tuple(filter(None, (*around.present, *weights, *added_to)))
+    around = replace(around, present=present, in_forwards=cleared, others=gradients, added_to=added_to)
     every = (*parameters, *others)
     return _with_optimizer(around, step, every) if any(p.requires_grad for p in every) else around
 
@@ -178,6 +188,14 @@ def _of_blocks(events: Sequence[Allocation]) -> tuple[Allocation, ...]:
     """Return those of ``events`` that make a block, or free one that they made."""
     made = {key for kind, key, nbytes in events if kind == "alloc" and nbytes}
     return tuple(event for event in events if event[1] in made)
+
+
+def with_unread(around: Surroundings, given: Iterable[torch.Tensor], read: Iterable[torch.Tensor]) -> Surroundings:
+    """Return ``around`` with what a call is ``given`` and its graph does not read."""
+    known = {storage_key(t) for t in read}
+    others = {storage_key(t): t for t in given if storage_key(t) not in known}.values()
+    weights = tuple(filter(None, (weight_of(t, around.memory) for t in others)))
+    return replace(around, present=(*around.present, *weights), unread=weights)
 
 
 def with_loss(around: Surroundings, output: Any, step: TrainingStep) -> Surroundings:

@@ -15,6 +15,7 @@ from fxmem.op_facts.kinds import (
     QueryOnly,
     ReadsScalar,
     RoutingDecision,
+    TagsRandom,
     TakesStorageOffset,
     UpdatesOnly,
     WritesUnsaid,
@@ -103,6 +104,25 @@ FACTS: tuple[OpFact, ...] = (
         value=NeverRecompute("runs a collective"),
         why="other processes take part in it, and would have to run it again at the same time",
         test="test_collectives_are_never_recomputed",
+    ),
+    OpFact(
+        ops=(
+            *(
+                "aten.*",
+                "prim.*",
+                "prims.*",
+                "rngprims.*",
+                "inductor.*",
+                "inductor_prims.*",
+                "sparse.*",
+                "torchvision.*",
+            ),
+            *("mkl.*", "mkldnn.*", "mkldnn_prepacked.*", "onednn.*", "quantized.*", "_quantized.*", "quantization.*"),
+            *("c10d.*", "_c10d_functional.*", "_c10d_functional_autograd.*", "_dtensor.*", "symm_mem.*", "profiler.*"),
+        ),
+        value=TagsRandom(),
+        why="a custom op is opaque, seldom has the tag of what draws random numbers, and its fake draws nothing",
+        test="test_a_custom_op_draws_the_same_when_it_runs_again",
     ),
     OpFact(
         ops=(

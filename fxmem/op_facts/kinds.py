@@ -79,6 +79,11 @@ class NeverRecompute:
 
 
 @dataclass(frozen=True, slots=True)
+class TagsRandom:
+    """Of this namespace, what draws random numbers has torch's tag; what others draw inside is not known."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoutingDecision:
     """Its last output is integers that decide where values go: saved unless a policy says otherwise."""
 

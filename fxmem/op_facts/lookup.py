@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxmem.op_facts import FACTS
-from fxmem.op_facts.kinds import Device, OpFact, Role
+from fxmem.op_facts.kinds import Device, OpFact, Role, TagsRandom
 from fxmem.torch_private import OpOverloadPacket
 
 K = TypeVar("K")
@@ -44,6 +44,11 @@ def by_namespace(kind: type[K]) -> dict[str, K]:
     """Return the facts of this kind that hold for all ops of a namespace."""
     names = ((name, fact.value) for fact in _facts(kind, "any") for name in fact.ops)
     return {name.removesuffix(".*"): value for name, value in names if name.endswith(".*")}
+
+
+def may_draw(op: Any) -> bool:
+    """Return whether an op may draw random numbers: it is tagged so, or a custom one."""
+    return torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in _TAGS_RANDOM
 
 
 def own_op(function: F) -> F:
@@ -93,3 +98,6 @@ def _ops(name: str) -> tuple[Any, ...]:
     if isinstance(value, OpOverloadPacket):
         return tuple(getattr(value, overload) for overload in value.overloads())
     return (value,)
+
+
+_TAGS_RANDOM = by_namespace(TagsRandom)

@@ -110,6 +110,9 @@ FACTS: tuple[OpFact, ...] = (
     OpFact(_aten("convolution.default convolution_backward.default"), CompiledRole("laid out"), _COMPILED, _LAID_OUT),
     OpFact(_aten("reshape.default _unsafe_view.default"), CompiledRole("view"), _COMPILED, _LOWERED),
     OpFact(
+        ("higher_order.invoke_subgraph",), CompiledRole("region"), _COMPILED, "test_regions_compiled_once_are_refused"
+    ),
+    OpFact(
         _aten("index index_put index_put_ _index_put_impl_ _unsafe_index"),
         RecordedRole("indexing"),
         _RECORDED,

@@ -22,6 +22,7 @@ from fxmem.capture.graph import CaptureGraph, Inputs, attribute_of, source_of
 from fxmem.errors import ProfileError
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads, gradients_untouched
 from fxmem.ir import Phase, StaticBytes
+from fxmem.op_facts.lookup import may_draw
 from fxmem.profiling.device_memory import DeviceMemory
 from fxmem.profiling.op_effects import UPDATES, why_not_again, work_of, written_by
 from fxmem.profiling.optimizer_step import RecordedStep, SteadyOptimizer, steady_state
@@ -121,7 +122,7 @@ class _Tracer:
             self.written.update(map(self.tracker.serial, written_by(func, args, kwargs)))
             self.current.flops += flops
             self.current.moved_bytes += moved_bytes
-            if torch.Tag.nondeterministic_seeded in func.tags:
+            if may_draw(func):
                 drawn = [t for t in leaves_of((args, kwargs, output)) if isinstance(t, torch.Tensor)]
                 self.current.draws_on.update(t.device for t in drawn)
             self.current.effects = why_not_again(func, args, kwargs) or self.current.effects

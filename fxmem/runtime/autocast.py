@@ -30,6 +30,13 @@ class Autocast:
         return torch.autocast(self.device_type, self.dtype)
 
 
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Have ops in the body run as they are called, as in code that torch compiled: casts are in it."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
 class Regions:
     """Tells regions of autocast apart. What a region's cache keeps is cast once, whoever asks."""
 

@@ -185,6 +185,21 @@ def test_a_budget_that_no_plans_of_a_step_fit_is_refused_with_what_was_seen_of_i
 
 
 @pytest.mark.slow
+def test_calls_of_one_graph_that_there_is_room_for_are_not_all_run_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[int] = []
+    judge = StepPlanner.last_within
+
+    def noted(self: StepPlanner, *args: Any) -> Any:
+        judged.append(len(self.calls))
+        return judge(self, *args)
+
+    monkeypatch.setattr(StepPlanner, "last_within", noted)
+    model = torch.compile(nn.Sequential(Block(16)), backend=fxmem.backend(budget="1GB", **OPTIONS), dynamic=False)
+    sum(model(torch.randn(8, 16)).mean() for _ in range(20)).backward()
+    assert judged == [2, 3, 6, 12]
+
+
+@pytest.mark.slow
 def test_nothing_stays_of_a_backend_and_a_model_that_nobody_holds() -> None:
     case = Case("two forwards")
     loss, told = case.compiled(None)

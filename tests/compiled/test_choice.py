@@ -32,7 +32,7 @@ def place_of(peaks: list[int], budget_bytes: int) -> tuple[int | None, int]:
 
 
 def run_of(peak: int) -> StepRun:
-    return StepRun(peak, 0, 0, peak, 0, 1.0)
+    return StepRun(peak, 0, 0, peak, 1.0)
 
 
 @pytest.mark.usefixtures("none_finer")

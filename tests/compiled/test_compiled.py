@@ -362,9 +362,26 @@ def test_settings_that_no_budget_covers_are_refused(setting: dict[str, Any], mes
         fxmem.optimize(Net(), torch.randn(2, 32), **OPTIONS)
 
 
-def test_torchs_own_budget_below_1_is_refused() -> None:
-    with functorch_config.patch(activation_memory_budget=0.5), pytest.raises(fxmem.InputError, match="leave it at 1"):
+@pytest.mark.parametrize("share", [0.5, 0])
+def test_torchs_own_budget_below_1_is_refused(share: float) -> None:
+    with functorch_config.patch(activation_memory_budget=share), pytest.raises(fxmem.InputError, match="leave it at 1"):
         fxmem.optimize(Net(), torch.randn(2, 32), **OPTIONS)
+
+
+def test_regions_compiled_once_are_refused() -> None:
+    region, weight = (
+        torch.compiler.nested_compile_region(lambda x, w: torch.relu(x @ w)),
+        nn.Parameter(torch.randn(8, 8)),
+    )
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):  # of fewer calls Dynamo makes no region
+            x = region(x, weight).sin()
+        return x.sum()
+
+    function = torch.compile(chain, backend=fxmem.backend(budget_gb=1))
+    with pytest.raises(fxmem.InputError, match="nested_compile_region"):
+        function(torch.randn(2, 8))
 
 
 def test_modes_of_torch_compile_are_refused() -> None:

@@ -79,6 +79,16 @@ def test_parts_are_the_same_when_nothing_is_being_compiled() -> None:
     assert backward_of(planner) == expected
 
 
+def test_a_chain_of_ops_without_memory_may_be_long() -> None:
+    def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for _ in range(400):
+            x = torch.sin(x * w)
+        return x.sum()
+
+    _, backward = planner_of(chain, torch.randn(4), torch.randn(4))
+    assert len(backward) > 800
+
+
 def test_code_runs_on_fakes_as_often_as_it_is_asked_to() -> None:
     """The backward is given tensors laid out as the forward saves them, which does not make the forward's inputs so.
     Kernels of a tight one are functions of their own, which are taken to read again what they share."""

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import fxmem
 from benchmarks.measure import allocator_rise_bytes
+from fxmem.compiled import graph_planner
 from fxmem.compiled.refusals import check_one_graph
 from fxmem.runtime.allocations import allocated_on_cpu
 
@@ -139,6 +140,33 @@ def _refused_steps(backend: Any, model: nn.Module, x: torch.Tensor) -> Iterator[
             yield "refused"
         else:
             yield "ran"
+
+
+@pytest.mark.slow
+def test_what_dynamo_has_dropped_is_forgotten() -> None:
+    model, x, backend = nn.Linear(8, 1), torch.randn(4, 8), fxmem.backend(budget_gb=1, cost="cpu")
+    for num_steps in (1, 2, 3):
+        torch._dynamo.reset()
+        torch.compile(lambda: model(x).sum(), backend=backend, dynamic=False)().backward()
+        assert len(backend.reports) == num_steps
+        assert len(backend._calls._steps) == len(backend._calls._variants) == 1
+
+
+@pytest.mark.slow
+def test_another_number_of_threads_is_planned_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor generates other code for it."""
+    monkeypatch.setattr(graph_planner, "_KNOWN", {})
+    model, x = _model(), torch.randn(4, 8)
+    expected = fxmem.estimate(model, x, **OPTIONS)
+    num_threads = torch.get_num_threads()
+    assert fxmem.estimate(model, x, **OPTIONS) == expected
+    assert len(graph_planner._KNOWN) == 1
+    torch.set_num_threads(num_threads + 1)
+    try:
+        fxmem.estimate(model, x, **OPTIONS)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert len(graph_planner._KNOWN) == 2
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from pathlib import Path
 from fxmem.devices import DeviceModel, device_named
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / os.environ.get("FXMEM_CUDA_VENV", ".venv-cuda") / "bin/python"
+PYTHON = ROOT / os.environ.get("FXMEM_CUDA_VENV", ".venv-torch-2.14.1") / "bin/python"
 LIBRARY = ROOT / "build/cuda_stub/libcuda.so.1"
 
 

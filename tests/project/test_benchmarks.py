@@ -144,6 +144,14 @@ def test_the_compiled_backend_is_compared_at_torchs_own_points_by_its_compilers_
     assert not list(verdicts.verdicts_of(rows, "m"))
 
 
+@pytest.mark.parametrize(("error", "by_rounding", "wrong"), [(2e-3, 0.0, True), (2e-3, 1e-3, False), (0.5, 4.0, True)])
+def test_gradients_are_wrong_that_differ_by_more_than_rounding(
+    error: float, by_rounding: float, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdicts, "_rounding_errors", lambda: {"m": by_rounding})
+    assert verdicts.is_wrong(Row("m", "way", "inductor", gradient_error=error)) == wrong
+
+
 @pytest.mark.parametrize(
     ("eager", "compiled", "own", "said"),
     [

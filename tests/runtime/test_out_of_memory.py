@@ -83,3 +83,47 @@ def test_other_errors_are_left_as_they_are() -> None:
     with pytest.raises(fxmem.InputError) as error:
         planned()(torch.randn(3, 3))
     assert not getattr(error.value, "__notes__", [])
+
+
+@torch.library.custom_op("fxmem_tests::failing", mutates_args=())
+def failing(x: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@failing.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Fails(torch.autograd.Function):
+    """Needs more memory in its backward than there is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return failing(gradients[0])
+
+
+class Compiled(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = nn.Linear(32, 32), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        x = failing(x.detach()) + x if self.where == "forward" else Fails.apply(x)  # type: ignore[no-untyped-call]
+        return x.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_in_a_compiled_step_is_explained_too(where: str) -> None:
+    model = fxmem.optimize(Compiled(where), X, budget="1MB", backend="inductor", optimizer=None)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        model(X).backward()
+    note = note_of(error)
+    assert f"a step of Compiled was planned to take {model.fxmem.report.predicted_peak_bytes / 1e3:.4g} kB" in note
+    assert 'fxmem.frontier(model, x, backend="inductor") tells how low it can be' in note

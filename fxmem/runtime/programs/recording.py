@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fxmem.op_facts.kinds import RecordedRole
-from fxmem.op_facts.lookup import with_role
+from fxmem.op_facts.lookup import may_draw, with_role
 from fxmem.runtime.layout import View
 from fxmem.runtime.programs.instructions import IN_PLACE, Instruction, Recording, Ref, device_bytes
 from fxmem.runtime.recompute import RandomStates, replayed
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
         leaves = [output] if is_single else list(output) if isinstance(output, tuple | list) else [output]
         made = [self._made(leaf) for leaf in leaves]
         writes = bool(schema_of(func).is_mutable)
-        random = torch.Tag.nondeterministic_seeded in func.tags
+        random = may_draw(func)
         if writes or random or any(value is not None for value in made):
             instruction = Instruction(
                 func, tuple(named_args), named_kwargs, tuple(made), is_single, writes, random, self._replays
