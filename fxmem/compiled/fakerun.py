@@ -29,6 +29,7 @@ from fxmem.compiled.surroundings import Surroundings
 from fxmem.compiled.wrapper import Wrapper
 from fxmem.errors import FxMemError, ProfileError, first_lines
 from fxmem.fake.attention import torch_release
+from fxmem.fake.meta_fixups import MetaFixups
 from fxmem.ir import Phase
 from fxmem.profiling.allocator_state import MOST_UNSPLIT_BYTES
 from fxmem.profiling.caching_allocator import Allocation
@@ -226,7 +227,7 @@ class _Run:
     def _run_forward(self, graph: LoweredGraph, call: GraphCall) -> list[Any]:
         """Return what a call saves."""
         forward = function_of(graph.forward, self._note_kernel)
-        with torch.no_grad(), self._mode:
+        with torch.no_grad(), self._mode, MetaFixups():  # type: ignore[no-untyped-call]
             tokens, likes = graph.inputs[: graph.num_tokens], graph.inputs[graph.num_tokens :]
             inputs = [self._blank(token) for token in tokens]
             inputs += [
@@ -243,7 +244,7 @@ class _Run:
         graph, call, tracker = self._graphs[number], self._calls[number], self._tracker
         backward, num_saved = function_of(graph.backward(saved), self._note_kernel), len(saved)
         tracker.thread = "autograd"
-        with torch.no_grad(), self._mode:
+        with torch.no_grad(), self._mode, MetaFixups():  # type: ignore[no-untyped-call]
             saved += self._tangents(number, graph)
             given = [t for t in saved[num_saved:] if isinstance(t, torch.Tensor)]
             held = [t for t in given if t.numel() == 1 or HOLDS_TANGENTS]  # a loss's the engine holds, see surroundings

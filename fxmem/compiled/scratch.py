@@ -3,17 +3,22 @@
 In: a call of an op on fakes. Out: the most bytes beside its inputs and results; seconds. oneDNN's convolutions lay weights
 out anew inside of the op, and a copy to transposed memory goes through a block, also where a matrix product copies what it
 adds to: neither fakes nor the code around it show that, and it depends on the machine. So the op is run on zeros of the
-same layout, or where it refuses these on ones of the diagonal, and the CPU allocator's own events are read. How long a
-convolution takes depends on how its inputs lie, which no table tells. What was measured is kept for the process.
+same layout, or where it refuses these on ones of the diagonal, and the CPU allocator's own events are read. But for
+convolutions and products it is run on random numbers too, and the larger figure counts: a matrix exponential takes more
+the larger its matrix is. How long a convolution takes depends on how its inputs lie, which no table tells. What was
+measured is kept for the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from fxmem.op_facts.kinds import CompiledRole
+from fxmem.op_facts.lookup import with_role
 from fxmem.profiling.op_benchmark import cpu_seconds
 from fxmem.runtime.allocations import allocated_on_cpu
 from fxmem.torch_private import OpOverload, tree_map_only, without_modes
@@ -25,6 +30,8 @@ _TIMED: dict[str, float] = {}
 LEAST_RUNS, MOST_RUNS, ENOUGH_SECONDS = 3, 20, 0.06
 """Of an op that is timed: so many, until they took so long. The quickest counts, as other work only makes it slower."""
 _NAMESPACES = frozenset({"aten", "mkldnn", "onednn"})
+_BY_SHAPE = with_role(CompiledRole, "laid out", "product")
+"""Ops that take the same whatever the numbers are."""
 _WITHOUT = frozenset({"fill_", "zero_"})
 """Ops that write where they are told to."""
 
@@ -116,11 +123,22 @@ def _ones(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return random numbers, of integers zeros."""
+    made = _zeros(tensor)
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    return made.normal_(generator=torch.Generator().manual_seed(0)) if is_float else made
+
+
 def _measured_on_any(op: OpOverload, args: Any, kwargs: Any) -> int:
     try:
-        return _measured(op, *tree_map_only(torch.Tensor, _zeros, (args, kwargs)))
+        most = _measured(op, *tree_map_only(torch.Tensor, _zeros, (args, kwargs)))
     except RuntimeError:  # of linear algebra that wants an inverse, or pivots
-        return _measured(op, *tree_map_only(torch.Tensor, _ones, (args, kwargs)))
+        most = _measured(op, *tree_map_only(torch.Tensor, _ones, (args, kwargs)))
+    if op not in _BY_SHAPE:
+        with contextlib.suppress(RuntimeError):  # of what wants other numbers
+            most = max(most, _measured(op, *tree_map_only(torch.Tensor, _numbers, (args, kwargs))))
+    return most
 
 
 def _measured(op: OpOverload, args: Any, kwargs: Any) -> int:

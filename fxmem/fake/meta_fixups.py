@@ -135,6 +135,15 @@ def _on_meta(operand: Any) -> torch.Tensor:
     return torch.empty((), device="meta")
 
 
+def written_into_a_copy(output: torch.Tensor, args: Any) -> torch.Tensor:
+    """The result is a view of a copy of all the memory that the first argument is a view of."""
+    given = args[0]
+    if given.layout is not torch.strided or output.untyped_storage().nbytes() == given.untyped_storage().nbytes():
+        return output
+    whole = given.new_empty(given.untyped_storage().nbytes() // given.element_size())
+    return cast(torch.Tensor, whole.as_strided(given.shape, given.stride(), given.storage_offset()))
+
+
 def batch_normed(output: Any, args: Any) -> Any:
     """Channels are last also where only dimensions of one element hide that they are so in the input."""
     last = _is_last(args[0])
@@ -267,6 +276,7 @@ _CORRECTIONS: dict[str, Callable[[Any, Any], Any]] = {
     for function in (
         viewed,
         computed,
+        written_into_a_copy,
         batch_normed,
         group_normed,
         layer_normed,

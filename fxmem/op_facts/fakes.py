@@ -111,6 +111,15 @@ FACTS: tuple[OpFact, ...] = (
         test=_CORRECTED,
     ),
     OpFact(
+        ops=(
+            *("aten.copy.default", "aten.slice_scatter.default", "aten.select_scatter.default"),
+            *("aten.diagonal_scatter.default", "aten.as_strided_scatter.default"),
+        ),
+        value=FakeResult("written_into_a_copy"),
+        why="the kernel copies the whole storage that its first argument is a view of, not only what that shows",
+        test=_CORRECTED,
+    ),
+    OpFact(
         ops=("aten.mkldnn_rnn_layer.default",),
         value=FakeResult("recurrent"),
         why="a recurrent layer of oneDNN has a workspace, whose size only a run of it tells",

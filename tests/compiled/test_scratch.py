@@ -37,6 +37,13 @@ def test_a_product_that_is_added_to_what_lies_transposed_copies_that_in_blocks()
     assert found[1] > 0
 
 
+def test_an_op_that_takes_more_of_larger_numbers_is_counted_with_more() -> None:
+    matrix, before = torch.zeros(32, 32), torch.get_rng_state()
+    found = scratch.scratch_bytes(aten.linalg_matrix_exp.default, (matrix,), {})
+    assert found > scratch._measured(aten.linalg_matrix_exp.default, (matrix,), {})
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_random_ops_are_not_run_to_be_measured() -> None:
     before = torch.get_rng_state()
     assert scratch.scratch_bytes(aten.bernoulli.default, (torch.ones(64),), {}) == 0

@@ -245,9 +245,16 @@ def bags(table: Tensor, places: Tensor, starts: Tensor) -> list[Tensor]:
     return list(torch.embedding_bag(table, places, starts, mode=2))
 
 
+def written(x: Tensor, row: Tensor) -> list[Tensor]:
+    corner = x[1:, :3]
+    scattered = [aten.slice_scatter(corner, row[:, :3], 0, 1, 2), aten.select_scatter(corner, row[0, :3], 0, 1)]
+    return [aten.copy(corner, row[:, :3].expand(4, 3)), *scattered, aten.diagonal_scatter(corner, row[0, :3])]
+
+
 CASES: dict[Callable[..., list[Tensor]], list[Tensor]] = {
     losses: [torch.randn(5, 3, 4), torch.ones(5, 3, 4, dtype=torch.int64)],
     recurrent: [torch.randn(5, 3, 4), torch.zeros(1, 3, 8), *(torch.randn(32, *n) for n in ((4,), (8,), (), ()))],
+    written: [torch.randn(5, 4), torch.randn(1, 4)],
     bags: [torch.randn(10, 4), torch.tensor([0, 1, 1, 2]), torch.tensor([0, 2])],
 }
 
