@@ -65,6 +65,7 @@ import contextlib
 import copy
 import operator
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -127,9 +128,11 @@ class Levers(NamedTuple):
 NO_LEVERS = Levers()
 
 
-def _laid_out_in_both(*args: Any, decide: Callable[..., bool] = GraphLowering.decide_layout_opt, **kwargs: Any) -> bool:
-    """Stands for ``GraphLowering.decide_layout_opt`` (NOTE [Layouts of both halves]); the graph is the last argument."""
-    return decide(args[-1], **kwargs) or lays_out(args[-1])
+def _laid_out_in_both(
+    graph_module: fx.GraphModule, decide: Callable[..., bool] = GraphLowering.decide_layout_opt, **kwargs: Any
+) -> bool:
+    """Stands for ``GraphLowering.decide_layout_opt`` (NOTE [Layouts of both halves])."""
+    return decide(graph_module, **kwargs) or lays_out(graph_module)
 
 
 def _laid_out_at_once(
@@ -180,15 +183,16 @@ def _is_in_time(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) 
 
 def _writing_in_order() -> Callable[..., Any]:
     """Return what stands for ``GraphLowering.run_node`` (NOTE [What is written when])."""
-    read_by_ops: dict[fx.Graph, list[fx.Node]] = {}
+    waiting: dict[GraphLowering, deque[fx.Node]] = {}
+    """Values that ops read, in the graph's order, without those that were written."""
 
     def run_node(self: GraphLowering, node: fx.Node, run: Callable[..., Any] = GraphLowering.run_node) -> Any:
         if _is_op(node):
-            if node.graph not in read_by_ops:
-                read_by_ops[node.graph] = [value for value in node.graph.nodes if any(map(_is_op, value.users))]
-            for value in read_by_ops[node.graph]:
-                box = self.env.get(value)
-                if isinstance(box, TensorBox) and any(_is_op(user) and user not in self.env for user in value.users):
+            if self not in waiting:
+                waiting[self] = deque(value for value in node.graph.nodes if any(map(_is_op, value.users)))
+            while waiting[self] and waiting[self][0] in self.env:
+                box = self.env[waiting[self].popleft()]
+                if isinstance(box, TensorBox):
                     box.realize()
         return run(self, node)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -44,4 +45,5 @@ def replaced_here(owner: Any, name: str, function: Callable[..., Any]) -> Abstra
     def call(*args: Any, **kwargs: Any) -> Any:
         return (function if threading.get_ident() == thread else original)(*args, **kwargs)
 
-    return replaced(owner, name, call)
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    return replaced(owner, name, staticmethod(call) if is_static else call)
