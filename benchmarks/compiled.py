@@ -34,6 +34,7 @@ from benchmarks.measure import allocator_rise_bytes, largest_relative_error, tur
 from benchmarks.models import BenchModel
 from benchmarks.results_file import RESULTS, machine, where_measured
 from benchmarks.ways import least_compiled_bytes
+from fxmem.capture.graph import Inputs
 from fxmem.profiling.storage_tracker import StorageTracker, tensors_of
 from fxmem.profiling.training_step import run_step
 
@@ -252,7 +253,7 @@ def _lowest_torch_budget(module: nn.Module, batch: models.Batch, options: dict[s
     from functorch.compile import min_cut_rematerialization_partition
     from torch._functorch import config
 
-    from fxmem.compiled.fakerun import ALONE, LoweredGraph
+    from fxmem.compiled.fakerun import GraphCall, LoweredGraph
     from fxmem.compiled.fakerun import run_step as run_on_fakes
 
     peaks: dict[float, int] = {}
@@ -267,11 +268,11 @@ def _lowest_torch_budget(module: nn.Module, batch: models.Batch, options: dict[s
                     static_lifetime_input_indices=planner.static_inputs,
                 )  # fmt: skip
             graph = LoweredGraph(parts, joint.num_outputs)
-            peaks[budget] = run_on_fakes([graph], ALONE, planner.around, planner.hardware).peak_bytes
+            peaks[budget] = run_on_fakes([graph], [GraphCall()], planner.around, planner.hardware).peak_bytes
 
     compiled: Any = fxmem.optimize(module, **options)
     args, kwargs = batch
-    compiled.fxmem._only_planned(look, args, kwargs or {})
+    compiled.fxmem._only_planned(look, Inputs.of(args, kwargs or {}, module))
     return min(peaks, key=peaks.__getitem__)
 
 

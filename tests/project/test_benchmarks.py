@@ -1,5 +1,7 @@
 """The benchmarks' own arithmetic, and that what they compare is what they say."""
 
+import ast
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,19 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     monkeypatch.setitem(models.MODELS, "tiny", _tiny())
     monkeypatch.setenv("FXMEM_CACHE_DIR", str(tmp_path))
     return "tiny"
+
+
+@pytest.mark.parametrize("path", sorted(Path(verdicts.__file__).parent.rglob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_takes_of_the_package_is_there(path: Path) -> None:
+    """Also where it is imported inside of a function, which no test may call. Integrations import their framework."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("fxmem."):
+            if str(node.module).startswith("fxmem.integrations."):
+                assert importlib.util.find_spec(str(node.module))
+                continue
+            module = importlib.import_module(str(node.module))
+            for name in (each.name for each in node.names):
+                assert hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}"), name
 
 
 @pytest.mark.slow
