@@ -19,6 +19,7 @@ TOGETHER = {
         "save_and_load",
         "track",
         "accelerate_loop",
+        "compiled_step",
     ),
     "models": ("transformers_gpt2", "peft_lora", "diffusers_unet"),
     "trainers": ("transformers_trainer", "lightning_module", "lightning_callback"),
@@ -46,8 +47,8 @@ for path in sys.argv[1:]:
 MOST_SECONDS = 600
 
 
-def test_there_are_thirteen_examples() -> None:
-    assert len(EXAMPLES) == 13
+def test_there_are_fourteen_examples() -> None:
+    assert len(EXAMPLES) == 14
     assert sorted(name for names in TOGETHER.values() for name in names) == list(EXAMPLES)
     assert NEEDS.keys() <= EXAMPLES.keys()
 
