@@ -231,7 +231,7 @@ class _Run:
             tokens, likes = graph.inputs[: graph.num_tokens], graph.inputs[graph.num_tokens :]
             inputs = [self._blank(token) for token in tokens]
             inputs += [
-                self._outputs[s.call][s.output] if isinstance(s, Source) else self._blank(like)
+                self._made(s, like) if isinstance(s, Source) else self._blank(like)
                 for like, s in zip(likes, call.sources(graph), strict=True)
             ]
             with self._tracker:
@@ -310,6 +310,15 @@ class _Run:
             return 0
         cache_bytes = self._around.memory.weight("cuda", torch.cuda.get_device_properties().L2_cache_size)
         return self._trial_peak + cache_bytes + beside_bytes - sum(self._around.state)
+
+    def _made(self, source: Source, like: Any) -> Any:
+        """Return what an earlier call made. Code hands on what is a view of its input as that input; who called it is given
+        the view."""
+        made = self._outputs[source.call][source.output]
+        if (made.shape, made.stride()) == (like.shape, like.stride()):
+            return made
+        is_inside = made.dtype == like.dtype and like.untyped_storage().nbytes() <= made.untyped_storage().nbytes()
+        return made.as_strided(like.shape, like.stride(), 0) if is_inside else self._blank(like)
 
     def _blank(self, like: Any) -> Any:
         if not isinstance(like, torch.Tensor):

@@ -47,9 +47,7 @@ Partition = Callable[[fx.GraphModule, int, Sequence[int] | None], tuple[fx.Graph
 
 def _in_keys() -> str:
     """Return what stands for the partitioner in keys of Inductor's cache, which lack what a backward may write over."""
-    settings = (
-        "inputs saved as they are, no local buffers under tiles, tight backwards apart, in time, lean and in order"
-    )
+    settings = "inputs saved as they are, no local buffers under tiles, backwards apart, in time, lean and in order"
     return f"fxmem, {settings}, donated: {functorch_config.donated_buffer}"
 
 
@@ -108,7 +106,9 @@ def compiled(
 
 
 def _explained(made: Any, explain: Callable[[BaseException], None]) -> Any:
-    run = made.current_callable
+    run = getattr(made, "current_callable", None)
+    if run is None:  # of a graph without ops, which takes no memory
+        return made
 
     def run_explained(inputs: Any) -> Any:
         try:
@@ -244,7 +244,7 @@ def _lowered(graph_module: fx.GraphModule, num_visible: int | None, num_fixed: i
     wrappers: list[Wrapper] = []
     with _codes_kept(wrappers), own_context(inputs), collected_afterwards():
         compile_fx_inner(graph_module, inputs, static_input_idxs=tuple(range(num_fixed)), is_backward=is_backward)
-    return wrappers[-1]
+    return wrappers[-1] if wrappers else Wrapper.without_ops(graph_module)
 
 
 def own_context(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[object]:

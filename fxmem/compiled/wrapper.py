@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch import fx
+
 _KERNEL = re.compile(
     r"^(\w+) = async_compile\.cpp_pybinding\(.*?\bkernel\(([^)]*)\)(.*?)^'''\)", re.MULTILINE | re.DOTALL
 )
@@ -30,6 +32,20 @@ class Wrapper:
     loses_writes: bool = field(init=False)
     """Whether a C++ kernel adds to a buffer that nothing reads afterwards: what should have read it ran before (NOTE
     [Scatters before convolutions] in :mod:`fxmem.compiled.levers`)."""
+
+    @staticmethod
+    def without_ops(graph_module: fx.GraphModule) -> Wrapper:
+        """Return the same for a graph that hands on what it is given, for which Inductor generates none."""
+        *inputs, outputs = graph_module.graph.nodes
+        names = [node.name for node in inputs]
+        handed_on: Any = outputs.args[0]
+        lines = (
+            "def call(args):",
+            f"    {', '.join(names)}, = args",
+            "    args.clear()",
+            f"    return ({', '.join(map(str, handed_on))},)",
+        )
+        return Wrapper("\n".join(lines), {})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loses_writes", bool(self._added_to_and_unread()))

@@ -184,6 +184,35 @@ def test_a_budget_that_no_plans_of_a_step_fit_is_refused_with_what_was_seen_of_i
         loss()
 
 
+class Thin(nn.Module):
+    """Of its graphs one only adds, whose backward has no op, and one only looks at its input in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH // 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        hidden = hidden + x
+        torch._dynamo.graph_break()
+        hidden = hidden.view(-1, WIDTH // 2)
+        torch._dynamo.graph_break()
+        return self.last(hidden.tanh()).square().mean()
+
+
+@pytest.mark.slow
+def test_graphs_without_ops_are_part_of_a_step() -> None:
+    model, x = Thin(), torch.randn(ROWS, WIDTH)
+    backend = fxmem.backend(budget="1GB", optimizer=None, **OPTIONS)
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    for _ in range(2):
+        found = torch.autograd.grad(compiled(x), list(model.parameters()))
+        torch.testing.assert_close(found, expected)
+    assert backend.reports[-1].num_calls > 2
+
+
 @pytest.mark.slow
 def test_calls_of_one_graph_that_there_is_room_for_are_not_all_run_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[int] = []
