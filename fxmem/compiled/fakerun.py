@@ -275,7 +275,7 @@ class _Run:
         found = []
         for like, place in zip(graph.tangents, graph.tangent_places(), strict=True):
             tangent = self._gradients.pop(Source(number, place), None) if place is not None else None
-            if tangent is None or tangent.stride() != like.stride():
+            if tangent is None or not _lies_alike(tangent, like):
                 tangent = self._blank(like)
                 self._tracker.hold([tangent] if isinstance(tangent, torch.Tensor) else [])
             found.append(tangent)
@@ -315,7 +315,7 @@ class _Run:
         """Return what an earlier call made. Code hands on what is a view of its input as that input; who called it is given
         the view."""
         made = self._outputs[source.call][source.output]
-        if (made.shape, made.stride()) == (like.shape, like.stride()):
+        if _lies_alike(made, like):
             return made
         is_inside = made.dtype == like.dtype and like.untyped_storage().nbytes() <= made.untyped_storage().nbytes()
         return made.as_strided(like.shape, like.stride(), 0) if is_inside else self._blank(like)
@@ -377,6 +377,10 @@ def _laid_out_as(parameter: Any, gradient: Any) -> Any:
 
 def _lies_as(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     return all(a == b for size, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True) if size != 1)
+
+
+def _lies_alike(tensor: Any, like: Any) -> bool:
+    return (tensor.shape, tensor.stride(), tensor.dtype) == (like.shape, like.stride(), like.dtype)
 
 
 def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:

@@ -185,7 +185,7 @@ def test_a_budget_that_no_plans_of_a_step_fit_is_refused_with_what_was_seen_of_i
 
 
 class Thin(nn.Module):
-    """Of its graphs one only adds, whose backward has no op, and one only looks at its input in another way."""
+    """Of its graphs one only adds, whose backward has no op, and two only look at their input in another way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,11 @@ class Thin(nn.Module):
         torch._dynamo.graph_break()
         hidden = hidden.view(-1, WIDTH // 2)
         torch._dynamo.graph_break()
-        return self.last(hidden.tanh()).square().mean()
+        middle = self.last(hidden.tanh())[:1]
+        torch._dynamo.graph_break()
+        middle = middle.expand(ROWS, 1)
+        torch._dynamo.graph_break()
+        return (middle * x).square().mean()
 
 
 @pytest.mark.slow
