@@ -36,7 +36,18 @@ import torch
 
 from fxmem.compiled.beside import Beside, Room
 from fxmem.compiled.fakerun import GraphCall, Source
-from fxmem.compiled.graph_call import NUMBERS, Call, Compile, CompiledGraph, Inputs, Node, Output, node_of
+from fxmem.compiled.graph_call import (
+    NUMBERS,
+    Call,
+    Compile,
+    CompiledGraph,
+    Inputs,
+    Node,
+    Output,
+    node_of,
+    tell_of_outside,
+    warn_of_more,
+)
 from fxmem.compiled.graph_planner import STEP, infeasible
 from fxmem.compiled.lower import compiling_alone
 from fxmem.compiled.report import CompiledReport
@@ -86,7 +97,7 @@ class Calls:
         """Whether it was told that the step that is seen for the first time goes over the budget."""
         self._judged: list[tuple[int, int]] = []
         """Of that step: how many calls were run on fakes, and the bytes that these need."""
-        self._is_retained_told = self._is_beside_told = False
+        self._is_retained_told = self._is_beside_told = self._is_outside_told = False
         self._kept_told: set[str] = set()
         self._noted: dict[tuple[CompiledGraph, ...], Inputs] = {}
         """Of the last of so many calls that begin a step, as they once were."""
@@ -228,7 +239,9 @@ class Calls:
         nbytes = {key: weight_of(t, memory) for key, t in tensors.items() if key not in made}
         trained = frozenset(place for place, t in enumerate(inputs) if is_trained(t))
         weights = (t for t in inputs if isinstance(t, torch.nn.Parameter) or is_trained(t))
-        sources = tuple(made.get(key, key) for key in keys)
+        sources, budget = tuple(made.get(key, key) for key in keys), self._settings.budget_bytes
+        if budget is not None and not self._is_outside_told:
+            self._is_outside_told = tell_of_outside(inputs, made, budget)
         call.inputs = Inputs(sources, nbytes, tuple(map(_ref, weights)), trained)
         self._noted[*(each.graph for each in before), call.graph] = call.inputs
 
@@ -260,7 +273,7 @@ class Calls:
                 if (least_bytes := least.peak_bytes(least.deepest())) > budget:
                     raise infeasible(least_bytes, planned.around, budget, _first(len(calls)))
                 if not self._is_told:
-                    _warn(len(calls), planned.peak_bytes([*variants, found]), budget)
+                    warn_of_more(len(calls), planned.peak_bytes([*variants, found]), budget)
                     self._is_told = True
         self._tried[key] = found
         return found
@@ -380,12 +393,3 @@ def _trained_in(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
 def _first(num_calls: int) -> str:
     calls = "call" if num_calls == 1 else f"{num_calls} calls"
     return f"{STEP}'s first {calls}, which more may follow"
-
-
-def _warn(num_calls: int, peak_bytes: int, budget_bytes: int) -> None:
-    warnings.warn(
-        f"{num_calls} calls of compiled graphs before one backward take {in_units(peak_bytes)} this once, and more with "
-        f"those that may follow; the budget is {in_units(budget_bytes)}. The first of them were compiled before the others "
-        "were known; from the next step on the budget is over all of them",
-        stacklevel=level_of_user(),
-    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from torch import fx
 from fxmem.compiled.fakerun import Source
 from fxmem.compiled.lower import compiling_alone
 from fxmem.compiled.step_planner import PlannedGraph, Variant
-from fxmem.torch_private import keeps_graph
+from fxmem.errors import in_units
+from fxmem.torch_private import keeps_graph, storage_key
+from fxmem.user_frames import level_of_user
 
 Compiled = Callable[..., Any]
 Compile = Callable[["CompiledGraph", fx.GraphModule, Sequence[Any]], Compiled]
@@ -83,6 +86,31 @@ def _compiled_behind(node: Any) -> Any:
 
 def _is_compiled(node: Any) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
+
+
+def tell_of_outside(inputs: Iterable[Any], made: Container[int], budget_bytes: int) -> bool:
+    """Warn if a call is given what is computed, with gradients, by other code than the calls that ``made`` these storages;
+    return whether it is."""
+    given = (t for t in inputs if isinstance(t, torch.Tensor) and t.grad_fn is not None)
+    if all(storage_key(t) in made for t in given):
+        return False
+    warnings.warn(
+        "a compiled graph is given what code outside of compiled graphs computes, with gradients: what that code keeps for "
+        f"its backward is not seen, and comes on top of the budget of {in_units(budget_bytes)}. Dynamo leaves code out "
+        "where a graph breaks in a loop or in a function that is called: torch.compile(..., fullgraph=True) shows where",
+        stacklevel=level_of_user(),
+    )
+    return True
+
+
+def warn_of_more(num_calls: int, peak_bytes: int, budget_bytes: int) -> None:
+    """Warn that the first step of several calls goes over the budget."""
+    warnings.warn(
+        f"{num_calls} calls of compiled graphs before one backward take {in_units(peak_bytes)} this once, and more with "
+        f"those that may follow; the budget is {in_units(budget_bytes)}. The first of them were compiled before the others "
+        "were known; from the next step on the budget is over all of them",
+        stacklevel=level_of_user(),
+    )
 
 
 class Inputs(NamedTuple):

@@ -184,6 +184,31 @@ def test_a_budget_that_no_plans_of_a_step_fit_is_refused_with_what_was_seen_of_i
         loss()
 
 
+class Partly(nn.Module):
+    """A graph break in a loop: of the rest Dynamo compiles the blocks alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.block = nn.Embedding(16, 16), Block(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(x) * 2
+        for _ in range(2):
+            hidden = self.block(hidden).sin()
+            torch._dynamo.graph_break()
+        return hidden.square().mean()
+
+
+@pytest.mark.slow
+def test_what_is_computed_outside_of_compiled_graphs_is_told_of_once() -> None:
+    model = torch.compile(Partly(), backend=fxmem.backend(budget="1GB", **OPTIONS), dynamic=False)
+    x = torch.randint(16, (32,))
+    with pytest.warns(UserWarning, match="what code outside of compiled graphs computes.* budget of 1 GB") as told:
+        model(x).backward()
+    assert sum("outside of compiled graphs" in str(each.message) for each in told) == 1
+    model(x).backward()  # a second warning would be an error
+
+
 class Thin(nn.Module):
     """Of its graphs one only adds, whose backward has no op, and two only look at their input in another way."""
 
