@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxmem.fake.stand_in import original_of
 from fxmem.op_facts.kinds import MakesConstant, ReadsScalar
-from fxmem.op_facts.lookup import by_op
+from fxmem.op_facts.lookup import by_op, may_draw
 from fxmem.torch_patches import tracing_answered_by
 from fxmem.torch_private import (
     DisableTorchFunction,
@@ -290,6 +290,6 @@ def _without_modes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 class _NothingRandom(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise RuntimeError(f"{func} is random")
+        if may_draw(func):
+            raise RuntimeError(f"{func} may be random")
         return func(*args, **(kwargs or {}))

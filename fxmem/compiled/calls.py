@@ -95,8 +95,8 @@ class Calls:
         """By the graph that a step begins with."""
         self._is_told = False
         """Whether it was told that the step that is seen for the first time goes over the budget."""
-        self._judged: list[tuple[int, int]] = []
-        """Of that step: how many calls were run on fakes, and the bytes that these need."""
+        self._judged: list[tuple[CompiledGraph, int, StepRun]] = []
+        """Of that step: the last graph, and how many calls were run on fakes."""
         self._is_retained_told = self._is_beside_told = self._is_outside_told = False
         self._kept_told: set[str] = set()
         self._noted: dict[tuple[CompiledGraph, ...], Inputs] = {}
@@ -106,7 +106,8 @@ class Calls:
         """Return how to compile a graph for the first time, for a call that follows. Errors: ``InfeasibleBudgetError``."""
         before, budget = self._begun(graph, inputs), self._settings.budget_bytes
         assert graph.planned is not None
-        self._forget_dropped()
+        if not before:
+            self._forget_dropped()
         call = self._call_of(graph)
         self._note(call, before, inputs)
         if before:
@@ -147,8 +148,8 @@ class Calls:
             self._plan_step()
             if pending:  # what is left of it begins another step
                 places = {step.index(call): place for place, call in enumerate(pending)}
-                for call, inputs in zip(step, self._inputs_of(step), strict=True):
-                    call.inputs = inputs.after(places)
+                for call, was_given in zip(step, self._inputs_of(step), strict=True):
+                    call.inputs = was_given.after(places)
             self._step = pending
             over = [call for call in step if call not in pending]
             self._old_outputs.add((output.storage, output.nbytes) for call in over for output in call.made.values())
@@ -260,12 +261,12 @@ class Calls:
         """Return what the last call of a step takes that is seen for the first time (NOTE, 3)."""
         calls, budget = [*before, call], self._settings.budget_bytes
         key = self._key(calls)
-        if before and before[-1].graph is call.graph and self._has_room_for(len(calls)):
+        if before and before[-1].graph is call.graph and self._has_room_for(call.graph, len(calls)):
             return self._tried.setdefault(key, before[-1].variant)
         planned, variants = self._planner_of(calls), [each.variant for each in before]
         with compiling_alone():
-            found, needed_bytes = planned.last_within(variants, math.inf if budget is None else budget)
-            self._judged.append((len(calls), needed_bytes))
+            found, run = planned.last_within(variants, math.inf if budget is None else budget)
+            self._judged = [] if run is None else [*self._judged[-1:], (call.graph, len(calls), run)]
             if found is None:
                 assert budget is not None
                 found = planned.deepest()[-1]
@@ -278,16 +279,16 @@ class Calls:
         self._tried[key] = found
         return found
 
-    def _has_room_for(self, num_calls: int) -> bool:
-        """True if so many calls, the last of one graph, keep the budget by what was judged (NOTE, 3)."""
+    def _has_room_for(self, graph: CompiledGraph, num_calls: int) -> bool:
+        """True if so many calls, the last ones of ``graph``, keep the budget by what was judged (NOTE, 3)."""
         budget = self._settings.budget_bytes
         if budget is None:
             return True
-        if len(self._judged) < 2:
+        if [each for each, _, _ in self._judged] != [graph, graph]:
             return False
-        (num_before, bytes_before), (num_judged, judged_bytes) = self._judged[-2:]
-        each_bytes = (judged_bytes - bytes_before) / (num_judged - num_before)
-        likely_bytes = judged_bytes + (num_calls - num_judged) * max(0.0, each_bytes)
+        (_, num_before, before), (_, num_judged, judged) = self._judged
+        each_bytes = (judged.saved_bytes - before.saved_bytes) / max(1, num_judged - num_before)
+        likely_bytes = judged.needed_bytes + (num_calls - num_judged) * max(0.0, each_bytes)
         return num_calls < 2 * num_judged and likely_bytes <= budget
 
     def _plan_step(self) -> None:

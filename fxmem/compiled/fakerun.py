@@ -25,6 +25,7 @@ from fxmem.compiled.levers import LAID_OUT, NO_LEVERS, Levers
 from fxmem.compiled.lower import function_of, lowered_backward, lowered_forward
 from fxmem.compiled.scratch import copy_seconds, op_seconds, scratch_bytes
 from fxmem.compiled.step_run import TIGHT, StepRun
+from fxmem.compiled.strides import laid_out_as, lies_alike, transposed
 from fxmem.compiled.surroundings import Surroundings
 from fxmem.compiled.wrapper import Wrapper
 from fxmem.errors import FxMemError, ProfileError, first_lines
@@ -183,6 +184,11 @@ class _Run:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._outputs: list[list[Any]] = []
         """By call, while they are held."""
+        self._first_readers: dict[Any, int] = {}
+        """By number of an input, the first call that is given it: whose backward comes last."""
+        for number, (graph, call) in enumerate(zip(graphs, calls, strict=True)):
+            for source in call.sources(graph):
+                self._first_readers.setdefault(source, number)
         self._gradients: dict[Any, torch.Tensor] = {}
         """Of what was there before, by its number, and of outputs of a call whose backward is still to come."""
 
@@ -254,16 +260,19 @@ class _Run:
                 gradients = list(backward(saved))
                 for place, source in enumerate(call.sources(graph)):
                     gradient, gradients[place] = gradients[place], None
-                    is_first = source not in self._gradients and place not in call.added_to  # else it is added in place
+                    is_first = source not in self._gradients  # a further one is added in place
+                    is_added = place in call.added_to  # to what is there, when all of them are summed
                     if isinstance(gradient, torch.Tensor) and is_first:
-                        of_call = isinstance(source, Source)
-                        self._gradients[source] = gradient if of_call else self._kept(inputs[place], gradient)
+                        as_it_is = isinstance(source, Source) or is_added
+                        self._gradients[source] = gradient if as_it_is else self._kept(inputs[place], gradient)
+                    if is_added and self._first_readers[source] == number:
+                        self._gradients.pop(source, None)
                     del gradient
         del held
 
     def _kept(self, parameter: Any, gradient: Any) -> Any:
         """Return the gradient as autograd keeps it, and count what copying it takes."""
-        kept = _laid_out_as(parameter, gradient)
+        kept = laid_out_as(parameter, gradient)
         if kept is not gradient:
             self._seconds += self._copied_seconds(kept)
             if self._measures:
@@ -275,7 +284,7 @@ class _Run:
         found = []
         for like, place in zip(graph.tangents, graph.tangent_places(), strict=True):
             tangent = self._gradients.pop(Source(number, place), None) if place is not None else None
-            if tangent is None or not _lies_alike(tangent, like):
+            if tangent is None or not lies_alike(tangent, like):
                 tangent = self._blank(like)
                 self._tracker.hold([tangent] if isinstance(tangent, torch.Tensor) else [])
             found.append(tangent)
@@ -315,7 +324,7 @@ class _Run:
         """Return what an earlier call made. Code hands on what is a view of its input as that input; who called it is given
         the view."""
         made = self._outputs[source.call][source.output]
-        if _lies_alike(made, like):
+        if lies_alike(made, like):
             return made
         is_inside = made.dtype == like.dtype and like.untyped_storage().nbytes() <= made.untyped_storage().nbytes()
         return made.as_strided(like.shape, like.stride(), 0) if is_inside else self._blank(like)
@@ -330,7 +339,7 @@ class _Run:
         self._trial_peak = max(self._trial_peak, self._tracker.live_bytes + copied)
         moved = sum(a.numel() * a.element_size() for a in args if isinstance(a, torch.Tensor))
         self._seconds += self._hardware.seconds(0, moved)
-        for target, source in _transposed(args, changed) if self._measures else ():
+        for target, source in transposed(args, changed) if self._measures else ():
             self._time_copy(target, source)
 
     def _time_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -353,34 +362,6 @@ class _Run:
         if self._measures and func in LAID_OUT:
             self._laid_out_seconds += seconds
             self._measured_seconds += op_seconds(func, args, kwargs)
-
-
-def _transposed(args: Sequence[Any], changed: Sequence[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield what a kernel writes in another layout than that in which it reads the same shape, each with what it reads."""
-    written = {id(t) for t in changed}
-    read = [a for a in args if isinstance(a, torch.Tensor) and id(a) not in written]
-    for target in changed:
-        alike = (t for t in read if t.shape == target.shape and t.dtype == target.dtype)
-        source = next((t for t in alike if not _lies_as(t, target.stride())), None)
-        if source is not None:
-            read = [t for t in read if t is not source]
-            yield target, source
-
-
-def _laid_out_as(parameter: Any, gradient: Any) -> Any:
-    """Return the gradient as autograd keeps it: a new one where it is not laid out as its parameter is."""
-    if not isinstance(gradient, torch.Tensor) or not isinstance(parameter, torch.Tensor):
-        return gradient
-    is_alike = _lies_as(gradient, parameter.stride())
-    return gradient if is_alike else torch.empty_like(parameter, dtype=gradient.dtype)
-
-
-def _lies_as(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    return all(a == b for size, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True) if size != 1)
-
-
-def _lies_alike(tensor: Any, like: Any) -> bool:
-    return (tensor.shape, tensor.stride(), tensor.dtype) == (like.shape, like.stride(), like.dtype)
 
 
 def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:

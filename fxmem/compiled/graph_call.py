@@ -89,10 +89,10 @@ def _is_compiled(node: Any) -> bool:
 
 
 def tell_of_outside(inputs: Iterable[Any], made: Container[int], budget_bytes: int) -> bool:
-    """Warn if a call is given what is computed, with gradients, by other code than the calls that ``made`` these storages;
-    return whether it is."""
+    """Warn if a call is given what is computed, with gradients, by other code than compiled functions, of which some
+    ``made`` these storages; return whether it is."""
     given = (t for t in inputs if isinstance(t, torch.Tensor) and t.grad_fn is not None)
-    if all(storage_key(t) in made for t in given):
+    if all(storage_key(t) in made or _is_compiled(t.grad_fn) for t in given):
         return False
     warnings.warn(
         "a compiled graph is given what code outside of compiled graphs computes, with gradients: what that code keeps for "

@@ -87,10 +87,18 @@ def process_state() -> tuple[object, ...]:
     return (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _precision(),
         (backends.mkldnn.enabled, backends.mkldnn.deterministic),
         (backends.cudnn.enabled, backends.cudnn.deterministic, backends.cudnn.benchmark),
     )
+
+
+def _precision() -> object:
+    """Return the precision of products of float32."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # where it was set for a backend
+        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
 
 
 def _key(op: OpOverload, args: Any, kwargs: Any) -> str:

@@ -96,9 +96,9 @@ class StepPlanner:
         )
         return self._variants(taken.point.places, taken.levers), report, taken.run
 
-    def last_within(self, before: Sequence[Variant], budget_bytes: float) -> tuple[Variant | None, int]:
-        """Return the cheapest way to compile the last call's graph that keeps the budget, given those before it, and the
-        bytes that all need; None, and the budget, if none does."""
+    def last_within(self, before: Sequence[Variant], budget_bytes: float) -> tuple[Variant | None, StepRun | None]:
+        """Return the cheapest way to compile the last call's graph that keeps the budget, given those before it, and what
+        all of them take; None if none does."""
         places = tuple(variant.place for variant in before)
         points = self.graphs[-1].planner.candidates.points
         combinations = tuple(
@@ -107,8 +107,8 @@ class StepPlanner:
         )
         taken = self._choices(combinations, before).cheapest_within(budget_bytes)
         if taken is None:
-            return None, int(budget_bytes)
-        return self.graphs[-1].variant(taken.place, taken.levers), taken.run.needed_bytes
+            return None, None
+        return self.graphs[-1].variant(taken.place, taken.levers), taken.run
 
     def peak_bytes(self, variants: Sequence[Variant]) -> int:
         """Return the least budget that these fit."""

@@ -17,6 +17,7 @@ import torch
 
 from fxmem.fake.meta_fixups import run_above_fixups
 from fxmem.fake.modes import ModeOnFakes
+from fxmem.op_facts.lookup import may_draw
 from fxmem.torch_private import DisableTorchFunction, without_modes
 
 _SEEDINGS = frozenset({"manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"})
@@ -84,7 +85,7 @@ class Draws(ModeOnFakes):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if may_draw(func):
             self._note([value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)])
         return run_above_fixups(func, args, kwargs)
 

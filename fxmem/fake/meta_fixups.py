@@ -136,11 +136,14 @@ def _on_meta(operand: Any) -> torch.Tensor:
 
 
 def written_into_a_copy(output: torch.Tensor, args: Any) -> torch.Tensor:
-    """The result is a view of a copy of all the memory that the first argument is a view of."""
+    """The result is a view of a copy of all the memory that the first argument is a view of; not of an expanded one."""
     given = args[0]
-    if given.layout is not torch.strided or output.untyped_storage().nbytes() == given.untyped_storage().nbytes():
+    if given.layout is not torch.strided or 0 in given.stride():
         return output
-    whole = given.new_empty(given.untyped_storage().nbytes() // given.element_size())
+    nbytes = given.untyped_storage().nbytes()
+    if nbytes in (0, output.untyped_storage().nbytes()):
+        return output
+    whole = given.new_empty(nbytes // given.element_size())
     return cast(torch.Tensor, whole.as_strided(given.shape, given.stride(), given.storage_offset()))
 
 

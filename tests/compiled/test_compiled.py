@@ -20,7 +20,7 @@ import fxmem
 from benchmarks.measure import allocator_rise_bytes
 from benchmarks.ways import least_compiled_bytes
 from fxmem.compiled import choice, fakerun, graph_planner
-from fxmem.compiled.fakerun import _laid_out_as
+from fxmem.compiled.strides import laid_out_as
 from tests.compiled.models import OPTIONS, Net, batch
 from tests.tiers import representatives
 
@@ -240,10 +240,10 @@ def test_peak_is_the_predicted_one_and_gradients_are_the_compilers_own(share: fl
 def test_a_gradient_that_is_not_laid_out_as_its_parameter_is_made_anew() -> None:
     parameter, row = torch.empty(8, 4), torch.empty(1, 4)
     turned, same, of_one = torch.empty(4, 8).T, torch.empty(8, 4), torch.empty(4, 1).T
-    assert _laid_out_as(parameter, turned).stride() == parameter.stride()
-    assert _laid_out_as(parameter, same) is same
-    assert _laid_out_as(row, of_one) is of_one
-    assert _laid_out_as(parameter, None) is None
+    assert laid_out_as(parameter, turned).stride() == parameter.stride()
+    assert laid_out_as(parameter, same) is same
+    assert laid_out_as(row, of_one) is of_one
+    assert laid_out_as(parameter, None) is None
 
 
 class WithLoss(nn.Module):

@@ -112,3 +112,22 @@ def test_a_call_is_known_by_its_own_node_also_where_it_returns_views_first() -> 
     assert pooled.grad_fn is not None
     assert type(pooled.grad_fn).__name__ != "CompiledFunctionBackward"
     assert [report.num_calls for report in backend.reports] == [1]
+
+
+@pytest.mark.slow
+def test_gradients_of_two_calls_are_summed_before_they_are_added_to_others() -> None:
+    """What the second call's backward makes is there while the first one's runs."""
+    layer, x = nn.Linear(512, 512), torch.randn(4, 512)
+    options = {"optimizer": None, "accumulate": True, "loss_fn": loss_of, "loop": fxmem.Loop(keeps_output=False)}
+    optimized = fxmem.optimize(layer, x, backend="inductor", budget="1GB", **OPTIONS, **options)
+
+    def step() -> None:
+        (loss_of(optimized(x)) + loss_of(optimized(2 * x))).backward()
+
+    for _ in range(2):
+        step()
+    weights = [*layer.parameters(), *(p.grad for p in layer.parameters() if p.grad is not None)]
+    measured, told = measured_bytes(step, x, *weights), optimized.fxmem.report.predicted_peak_bytes
+    assert optimized.fxmem.report.num_calls == 2
+    assert measured <= told
+    assert told - measured < layer.weight.nbytes // 10, "neither gradient is told of twice"

@@ -248,6 +248,7 @@ def bags(table: Tensor, places: Tensor, starts: Tensor) -> list[Tensor]:
 def written(x: Tensor, row: Tensor) -> list[Tensor]:
     corner = x[1:, :3]
     scattered = [aten.slice_scatter(corner, row[:, :3], 0, 1, 2), aten.select_scatter(corner, row[0, :3], 0, 1)]
+    scattered.append(aten.slice_scatter(row.expand(4, 4), row, 0, 1, 2))
     return [aten.copy(corner, row[:, :3].expand(4, 3)), *scattered, aten.diagonal_scatter(corner, row[0, :3])]
 
 
