@@ -37,14 +37,14 @@ from fxmem.capture.pytrees import looked_into
 from fxmem.compiled.report import CompiledCost, CompiledEstimate, CompiledReport
 from fxmem.compiled.surroundings import Surroundings, surroundings_of, with_loss, with_unread
 from fxmem.compiled.unread import refusing_gradients, unread_places
-from fxmem.errors import InputError, NotPlannedError, in_units
+from fxmem.errors import CaptureError, InputError, NotPlannedError, first_lines, in_units, raised_in
 from fxmem.fake.fake_tensors import FakeWorld, ScalarReads
 from fxmem.fake.python_state import tensors_restored
 from fxmem.passes.context import Settings
 from fxmem.profiling.training_step import Loop, TrainingStep
 from fxmem.progress import CAPTURE_SECONDS, told
 from fxmem.runtime.autocast import Autocast
-from fxmem.torch_private import tree_flatten, tree_leaves, tree_unflatten, without_modes
+from fxmem.torch_private import OF_FAKES, tree_flatten, tree_leaves, tree_unflatten, without_modes
 from fxmem.user_frames import level_of_user
 
 if TYPE_CHECKING:
@@ -284,9 +284,19 @@ class CompiledNamespace:
         return self.settings.seen_with(inputs.leaves).step.for_inputs(inputs.leaves)
 
     def _output_on_fakes(self, inputs: Inputs) -> Any:
-        """Return what a training call returns, as fakes with their graph; while torch compiles, too."""
-        with without_modes():
-            return self._output_in(FakeWorld(inputs.leaves), inputs)
+        """Return what a training call returns, as fakes with their graph; while torch compiles, too.
+
+        Errors: ``CaptureError`` where that takes values.
+        """
+        try:
+            with without_modes():
+                return self._output_in(FakeWorld(inputs.leaves), inputs)
+        except OF_FAKES as error:
+            where = raised_in(error, self.original.named_modules())
+            raise CaptureError(
+                f"torch.compile cannot follow the model in one graph, which a budget needs: {first_lines(error)}{where} "
+                'takes values, which only a run has. Train it with backend="eager", the default, or keep that out of its forward'
+            ) from error
 
     def _output_in(self, world: FakeWorld, inputs: Inputs) -> Any:
         model = self.original

@@ -131,3 +131,14 @@ def test_gradients_of_two_calls_are_summed_before_they_are_added_to_others() -> 
     assert optimized.fxmem.report.num_calls == 2
     assert measured <= told
     assert told - measured < layer.weight.nbytes // 10, "neither gradient is told of twice"
+
+
+class Chosen(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[(x[:, 0] > 0).nonzero()[:, 0]])
+
+
+def test_a_model_whose_shapes_go_by_values_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), Chosen(32, 4))
+    with pytest.raises(fxmem.CaptureError, match=r"aten.nonzero.default in 1 \(test_given.py.* only a run has"):
+        fxmem.optimize(model, torch.randn(8, 32), budget="1GB", backend="inductor", **OPTIONS)
