@@ -295,7 +295,7 @@ class CompiledNamespace:
             where = raised_in(error, self.original.named_modules())
             raise CaptureError(
                 f"torch.compile cannot follow the model in one graph, which a budget needs: {first_lines(error)}{where} "
-                'takes values, which only a run has. Train it with backend="eager", the default, or keep that out of its forward'
+                'takes values, which only a run has. Train it with backend="eager", the default, or keep that out of it'
             ) from error
 
     def _output_in(self, world: FakeWorld, inputs: Inputs) -> Any:
