@@ -24,7 +24,7 @@ from fxmem.compiled.lower import breaks_off, compilation_now, compiled, passing_
 from fxmem.compiled.refusals import check_graph, check_one_graph, check_settings
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.step_planner import PlannedGraph
-from fxmem.compiled.surroundings import Surroundings, is_trained, surroundings_of
+from fxmem.compiled.surroundings import Surroundings, surroundings_of, trained_places, weights_in
 from fxmem.errors import FxMemError
 from fxmem.passes.context import Settings
 
@@ -105,8 +105,7 @@ class Backend:
         if graph.planned is None:
             self._check_compilation()
             around = self._around([t for t in inputs if isinstance(t, torch.Tensor)])
-            trained = frozenset(place for place, t in enumerate(inputs) if is_trained(t))
-            planner = GraphPlanner.of(joint, num_outputs, static, around, self.settings, trained)
+            planner = GraphPlanner.of(joint, num_outputs, static, around, self.settings, trained_places(inputs))
             if self.only_plan is not None:
                 self.only_plan(planner)
                 raise Planned
@@ -125,8 +124,7 @@ class Backend:
 
     def _of_graph(self, tensors: Sequence[torch.Tensor]) -> Surroundings:
         """What is around a graph of which no more is known than its inputs: it holds its loss."""
-        parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter) or is_trained(t)]
-        return surroundings_of(tensors, parameters, self.settings.step)
+        return surroundings_of(tensors, weights_in(tensors), self.settings.step)
 
 
 def _called(graph: CompiledGraph, calls: weakref.ref[Calls], *inputs: Any) -> Any:

@@ -53,7 +53,7 @@ from fxmem.compiled.lower import compiling_alone
 from fxmem.compiled.report import CompiledReport
 from fxmem.compiled.step_planner import StepPlanner, Variant
 from fxmem.compiled.step_run import StepRun
-from fxmem.compiled.surroundings import is_trained, joined, weight_of
+from fxmem.compiled.surroundings import is_trained, joined, trained_places, weight_of, weights_in
 from fxmem.errors import InfeasibleBudgetError, in_units
 from fxmem.passes.context import Settings
 from fxmem.profiling.training_step import TrainingStep
@@ -238,12 +238,10 @@ class Calls:
         tensors = {storage_key(t): t for t in inputs if isinstance(t, torch.Tensor)}
         keys = [storage_key(t) if isinstance(t, torch.Tensor) else next(NUMBERS) for t in inputs]
         nbytes = {key: weight_of(t, memory) for key, t in tensors.items() if key not in made}
-        trained = frozenset(place for place, t in enumerate(inputs) if is_trained(t))
-        weights = (t for t in inputs if isinstance(t, torch.nn.Parameter) or is_trained(t))
         sources, budget = tuple(made.get(key, key) for key in keys), self._settings.budget_bytes
         if budget is not None and not self._is_outside_told:
             self._is_outside_told = tell_of_outside(inputs, made, budget)
-        call.inputs = Inputs(sources, nbytes, tuple(map(_ref, weights)), trained)
+        call.inputs = Inputs(sources, nbytes, tuple(map(_ref, weights_in(inputs))), trained_places(inputs))
         self._noted[*(each.graph for each in before), call.graph] = call.inputs
 
     def _tell_of_retained(self) -> None:

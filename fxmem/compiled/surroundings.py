@@ -98,6 +98,16 @@ def is_trained(tensor: object) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad
 
 
+def trained_places(inputs: Iterable[object]) -> frozenset[int]:
+    """Return the places of inputs that a backward gives a gradient to keep."""
+    return frozenset(place for place, t in enumerate(inputs) if is_trained(t))
+
+
+def weights_in(inputs: Iterable[Any]) -> list[torch.Tensor]:
+    """Return a graph's parameters, and other tensors that are trained."""
+    return [t for t in inputs if isinstance(t, torch.nn.Parameter) or is_trained(t)]
+
+
 def surroundings_of(
     tensors: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor], step: TrainingStep
 ) -> Surroundings:
